@@ -1,0 +1,1 @@
+"""The `megatrain-ds` command: one module per subcommand, each imported only when it is run."""
