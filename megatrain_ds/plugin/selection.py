@@ -1,0 +1,49 @@
+"""Reads which engine a DeepSpeed configuration asks for.
+
+Knows the key and its valid values, not what is built for them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from megatrain_ds.config import BLOCK_KEY, ENGINE_KEY, ENGINE_NAME, suggest
+from megatrain_ds.errors import MegaTrainWarning, explain
+
+VALID_ENGINES = (ENGINE_NAME,)
+"""Names that the key takes; DeepSpeed's own engine is chosen by leaving the key out."""
+
+
+def selects_megatrain(param_dict: Mapping[str, Any]) -> bool:
+    """Tell whether the top-level keys of a configuration choose this package's engine.
+
+    Args:
+        param_dict: The keys as written by the user.
+
+    Raises:
+        EngineConfigError: The key holds anything but a valid engine name.
+    """
+    if ENGINE_KEY not in param_dict:
+        if BLOCK_KEY in param_dict:
+            _warn_lonely_block(param_dict[BLOCK_KEY])
+        return False
+    value = param_dict[ENGINE_KEY]
+    if isinstance(value, str) and value in VALID_ENGINES:
+        return True
+    raise _unknown_engine(value)
+
+
+def _warn_lonely_block(block: object) -> None:
+    action = f'Add "{ENGINE_KEY}": "{ENGINE_NAME}" or remove the block'
+    text = explain(BLOCK_KEY, block, f'has no effect without "{ENGINE_KEY}"', action)
+    warnings.warn(text, MegaTrainWarning, stacklevel=4)
+
+
+def _unknown_engine(value: object) -> Exception:
+    from megatrain_ds.errors import EngineConfigError
+
+    valid = ", ".join(f'"{name}"' for name in VALID_ENGINES)
+    action = f"{suggest(value, list(VALID_ENGINES))}Set a valid name, or remove the key for DeepSpeed's own engine"
+    return EngineConfigError(explain(ENGINE_KEY, value, f"is not an engine; valid names: {valid}", action))
