@@ -1,0 +1,47 @@
+"""Compares loss curves against a measured floor: pure arithmetic, no engine, no files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FLOOR_FACTOR = 2.0
+FLOOR_WINDOW = 10  # steps: the floor of a curve's start is that of its first steps together
+LOSS_ULPS = 4
+FP32_ULP = 2.0**-23
+
+
+@dataclass(frozen=True)
+class Excess:
+    """The step at which two curves part furthest, in units of what is allowed there."""
+
+    step: int
+    difference: float
+    allowed: float
+
+    @property
+    def ratio(self) -> float:
+        """Above 1 when the curves disagree."""
+        return self.difference / self.allowed
+
+
+def allowed_differences(reference: list[float], reordered: list[float]) -> list[float]:
+    """For each step, how far a curve may lie from `reference`.
+
+    Twice the largest difference seen so far between `reference` and `reordered`, the same training with an equivalent
+    order of additions, plus four units in the last place of an fp32 loss.
+    """
+    floor = [abs(a - b) for a, b in zip(reference, reordered, strict=True)]
+    return [
+        FLOOR_FACTOR * max(floor[: max(step + 1, FLOOR_WINDOW)]) + LOSS_ULPS * FP32_ULP * abs(value)
+        for step, value in enumerate(reference)
+    ]
+
+
+def worst_excess(curve: list[float], reference: list[float], reordered: list[float]) -> Excess:
+    """Where `curve` leaves `reference` furthest, measured in what `reordered` allows."""
+    allowed = allowed_differences(reference, reordered)
+    steps = (
+        Excess(step, abs(a - b), limit)
+        for step, (a, b, limit) in enumerate(zip(curve, reference, allowed, strict=True))
+    )
+    return max(steps, key=lambda excess: excess.ratio)

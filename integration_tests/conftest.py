@@ -1,0 +1,24 @@
+"""Shared folders for runs: each example program runs once in a session, however many tests read its record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from integration_tests.harness import Program, run
+
+
+@pytest.fixture(scope="session")
+def run_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Program], list[dict]]:
+    """`run_once(program)` runs it at the first call and returns the same records at every later one."""
+    base = tmp_path_factory.mktemp("programs")
+    records: dict[str, list[dict]] = {}
+
+    def runner(program: Program) -> list[dict]:
+        key = repr(program)
+        if key not in records:
+            records[key] = run(program, Path(base) / f"{len(records):03d}_{program.route}")
+        return records[key]
+
+    return runner
