@@ -70,6 +70,7 @@ def check_deepspeed_config(config: Any) -> None:
         EngineConfigError: For the first refused key, with its value and what to write instead.
     """
     refuse_unsupported(config)
+    _refuse_unfilled_clipping(config)
     for rule in WITHOUT_EFFECT:
         value = read_key(config, rule)
         if value is not None and value not in rule.harmless:
@@ -94,9 +95,6 @@ def refuse_unsupported(config: Any) -> None:
         if value is not None and value not in rule.harmless:
             rule_text = f'does not go with "offload_engine": "megatrain": {rule.reason}'
             raise EngineConfigError(explain(rule.key, value, rule_text, rule.action))
-    clipping = getattr(config, "gradient_clipping", 0.0)
-    if isinstance(clipping, bool) or not isinstance(clipping, int | float):
-        raise EngineConfigError(explain("gradient_clipping", clipping, "is a number", "Set it, 0 for no clipping"))
 
 
 def check_world_size(world_size: int) -> None:
@@ -128,6 +126,15 @@ def read_key(config: Any, rule: KeyRule) -> Any:
     for name in path.split("."):
         value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
     return value.value if isinstance(value, Enum) else value
+
+
+def _refuse_unfilled_clipping(config: Any) -> None:
+    """Refuse a left-over "auto"; not in `refuse_unsupported`, which also runs before Accelerate has filled it in."""
+    from megatrain_ds.errors import EngineConfigError
+
+    clipping = config.gradient_clipping
+    if isinstance(clipping, bool) or not isinstance(clipping, int | float):
+        raise EngineConfigError(explain("gradient_clipping", clipping, "is a number", "Set it, 0 for no clipping"))
 
 
 def _unknown_zero_keys(config: Any) -> list[str]:
