@@ -7,17 +7,14 @@ checks that the engine which the configuration asks for is the one that ran.
 from __future__ import annotations
 
 import json
-import os
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
+from megatrain_ds.cli.single_process import free_port, program_environment, rank_variables, remove_shared_buffers
 
 SCRIPTS = Path(__file__).parent / "scripts"
-SHARED_MEMORY = Path("/dev/shm")
 ENGINE_CLASSES = {True: "MegaTrainEngine", False: "DeepSpeedEngine"}
 TIME_LIMIT_S = 900
 
@@ -43,13 +40,6 @@ class Program:
     options: tuple[str, ...] = ()
     block: dict = field(default_factory=dict)
     overrides: dict = field(default_factory=dict)
-
-
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def ds_config(program: Program) -> dict:
@@ -122,25 +112,11 @@ def command_of(program: Program, folder: Path, port: int) -> list[str]:
 
 
 def environment_of(program: Program, port: int) -> dict[str, str]:
-    """The caller's environment, one process, offline; on the CPU accelerator where there is no CUDA device."""
-    environment = dict(os.environ)
-    environment.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TQDM_DISABLE="1")
-    # Accelerate's launcher prefers these over its file, and turns DeepSpeed into DDP on a CPU.
-    for name in ("ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_CONFIG_FILE"):
-        environment.pop(name, None)
-    if not torch.cuda.is_available():
-        environment["DS_ACCELERATOR"] = "cpu"
-        environment.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
+    """What the program finds around it; the launchers set the rank variables themselves."""
+    environment = program_environment()
     if program.route in ("raw", "trainer"):
-        environment.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1")
-        environment["MASTER_PORT"] = str(port)
+        environment.update(rank_variables(port))
     return environment
-
-
-def remove_buffers(port: int) -> None:
-    """Removes the shared-memory buffers that DeepSpeed's CPU collectives left in the run on `port`, and no others."""
-    for path in SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-        path.unlink(missing_ok=True)
 
 
 def run(program: Program, folder: Path) -> list[dict]:
@@ -157,7 +133,7 @@ def run(program: Program, folder: Path) -> list[dict]:
         with log.open("w") as stream:
             ended = subprocess.run(command, env=environment, stdout=stream, stderr=stream, timeout=TIME_LIMIT_S)
     finally:
-        remove_buffers(port)
+        remove_shared_buffers(port)
     if ended.returncode != 0:
         raise ProgramFailedError(f"{' '.join(command)} ended with {ended.returncode}:\n{log.read_text()[-6000:]}")
     records = json.loads((folder / "out.json").read_text())

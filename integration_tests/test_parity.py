@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from integration_tests.comparison import worst_excess
+
 from integration_tests.harness import Program
+from megatrain_ds.cli.curves import worst_excess
 
 STEPS = 50
 ACCUMULATIONS = ("1", "4")

@@ -15,8 +15,15 @@ from pathlib import Path
 
 import torch
 from torch.utils.data import Dataset
-from transformers import GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    set_seed,
+)
 
 BYTE_VOCABULARY = 256
 

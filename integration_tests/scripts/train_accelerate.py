@@ -9,10 +9,9 @@ import argparse
 
 import torch
 from accelerate import Accelerator
+from common import Record, add_common_arguments, build_model, collate, text_for, write_json
 from torch.utils.data import DataLoader
 from transformers import get_constant_schedule_with_warmup
-
-from common import Record, add_common_arguments, build_model, collate, text_for, write_json
 
 
 def parse_arguments() -> argparse.Namespace:

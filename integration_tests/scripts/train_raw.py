@@ -14,9 +14,8 @@ from pathlib import Path
 
 import deepspeed
 import torch
-from torch.utils.data import DataLoader
-
 from common import Record, add_common_arguments, build_model, collate, text_for, write_json
+from torch.utils.data import DataLoader
 
 
 def parse_arguments() -> argparse.Namespace:

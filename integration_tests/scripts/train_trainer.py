@@ -6,9 +6,8 @@ import argparse
 from functools import cached_property
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
-
 from common import Record, add_common_arguments, build_model, collate, text_for, write_json
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -25,7 +25,7 @@ class Excess:
 
 
 def allowed_differences(reference: list[float], reordered: list[float]) -> list[float]:
-    """For each step, how far a curve may lie from `reference`.
+    """Return, for each step, how far a curve may lie from `reference`.
 
     Twice the largest difference seen so far between `reference` and `reordered`, the same training with an equivalent
     order of additions, plus four units in the last place of an fp32 loss.
@@ -38,7 +38,7 @@ def allowed_differences(reference: list[float], reordered: list[float]) -> list[
 
 
 def worst_excess(curve: list[float], reference: list[float], reordered: list[float]) -> Excess:
-    """Where `curve` leaves `reference` furthest, measured in what `reordered` allows."""
+    """Return where `curve` leaves `reference` furthest, measured in what `reordered` allows."""
     allowed = allowed_differences(reference, reordered)
     steps = (
         Excess(step, abs(a - b), limit)
