@@ -76,7 +76,7 @@ def _examine_accelerator(diagnosis: Diagnosis) -> None:
     try:
         from deepspeed.accelerator import get_accelerator
 
-        accelerator = get_accelerator()
+        accelerator: Any = get_accelerator()
         name, count = accelerator.device_name(), accelerator.device_count()
     except Exception as error:
         diagnosis.facts["accelerator"] = {"name": None, "devices": 0, "detail": repr(error)}
@@ -174,4 +174,4 @@ def _as_text(diagnosis: Diagnosis) -> str:
 def _version_line(check: dict[str, Any]) -> str:
     mark = "" if check["inside"] else "  OUTSIDE"
     installed = check["installed"] or "not installed"
-    return f"{check['package']:<14} {installed} (tested {check['oldest']} to {check['newest']}){mark}"
+    return f"{check['package']:<14} {installed} (supported from {check['oldest']}, tested to {check['newest']}){mark}"

@@ -29,7 +29,7 @@ def install(module: ModuleType) -> None:
 
     def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         chosen = choose_class(stock, cls, args, kwargs)
-        following = super(stock, cls).__new__
+        following: Any = super(stock, cls).__new__
         if following is object.__new__:
             return following(chosen)
         return following(chosen, *args, **kwargs)

@@ -42,7 +42,7 @@ class VersionCheck:
     def describe(self) -> str:
         """Return one line that names both versions."""
         found = self.installed or "not installed"
-        return f"{self.package} {found} (tested {self.oldest} to {self.newest})"
+        return f"{self.package} {found} (supported from {self.oldest}, tested to {self.newest})"
 
 
 def check_version(package: str, installed: str | None) -> VersionCheck:

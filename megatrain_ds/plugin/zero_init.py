@@ -32,7 +32,7 @@ def install(module: ModuleType) -> None:
 
     def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         chosen = _choose_class(stock, inert, cls, args, kwargs)
-        following = super(stock, cls).__new__
+        following: Any = super(stock, cls).__new__
         if following is object.__new__:
             return following(chosen)
         return following(chosen, *args, **kwargs)
