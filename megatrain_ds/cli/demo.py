@@ -25,8 +25,9 @@ GPU_SIZES = ("--hidden", "512", "--layers", "8", "--length", "256", "--batch", "
 NATIVE_BUILDS = {
     "DeepSpeed's CPU Adam": "from deepspeed.ops.op_builder import CPUAdamBuilder as B; B().load(verbose=False)",
     "DeepSpeed's CPU collectives": (
-        "from deepspeed.accelerator import get_accelerator as a; "
-        "a().device_name() == 'cpu' and a().create_op_builder('ShmCommBuilder').load(verbose=False)"
+        "from deepspeed.accelerator import get_accelerator; "
+        "from deepspeed.comm.torch import build_shm_op; "
+        "get_accelerator().device_name() == 'cpu' and build_shm_op()"
     ),
 }
 
@@ -107,7 +108,9 @@ def build_native(folder: Path) -> None:
         with tqdm(total=len(builds), desc="native builds (first time: about a minute)", unit="build") as bar:
             while bar.n < len(builds):
                 time.sleep(POLL_S)
-                bar.update(sum(build.poll() is not None for build in builds) - bar.n)
+                ended = sum(build.poll() is not None for build in builds) - bar.n
+                if ended:
+                    bar.update(ended)
 
 
 def ds_config(flag: bool) -> dict:
