@@ -1,0 +1,277 @@
+"""The composition root: turns a model and its settings into a running engine's parts.
+
+The only module that constructs collaborators; everything else receives them.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatrain_ds.memory.host_store import HostStore
+from megatrain_ds.memory.layout import ParameterSpec, UnitLayout, plan_unit
+from megatrain_ds.memory.streams import make_streams
+from megatrain_ds.model.discovery import find_units
+from megatrain_ds.model.parameters import adopt, release
+from megatrain_ds.optim.kernel import load_kernel
+from megatrain_ds.optim.pipeline import HostPipeline
+from megatrain_ds.planning.footprint import Footprint, estimate, require_host_memory
+from megatrain_ds.planning.probe import available_host_bytes
+from megatrain_ds.runtime.access import ParameterAccess
+from megatrain_ds.runtime.executor import Executor
+from megatrain_ds.runtime.gradients import STAGING_BLOCKS, GradientDrain
+from megatrain_ds.runtime.root_weights import RootWeights
+from megatrain_ds.runtime.schedule import Schedule
+from megatrain_ds.runtime.slot import SlotPool
+from megatrain_ds.runtime.streamer import WeightStreamer
+from megatrain_ds.runtime.unit_forward import UnitForward
+from megatrain_ds.telemetry.trace import ChromeTracer, NullTracer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import nn
+
+    from megatrain_ds.config import MegaTrainConfig
+    from megatrain_ds.memory.streams import Streams
+    from megatrain_ds.model.units import Unit
+
+logger = logging.getLogger("megatrain_ds")
+
+
+@dataclass(frozen=True)
+class StepPolicy:
+    """How gradients become steps.
+
+    Attributes:
+        accumulates: more than one micro-batch a step is expected.
+        accumulation_dtype: dtype in which micro-batches are added.
+        measure_norm: clipping or the finite check needs every gradient's norm.
+    """
+
+    accumulates: bool
+    accumulation_dtype: torch.dtype
+    measure_norm: bool
+
+
+@dataclass
+class Runtime:
+    """The parts of a built engine."""
+
+    config: MegaTrainConfig
+    policy: StepPolicy
+    units: list[Unit]
+    layouts: list[UnitLayout]
+    footprint: Footprint
+    store: HostStore
+    streams: Streams
+    tracer: NullTracer
+    pipeline: HostPipeline
+    pool: SlotPool
+    drain: GradientDrain
+    executor: Executor
+    roots: RootWeights
+    access: ParameterAccess
+    forwards: list[UnitForward] = field(default_factory=list)
+
+    def update_order(self) -> list[int]:
+        """Unit indices in the order in which the next forward needs them."""
+        position = {unit: place for place, unit in reversed(list(enumerate(self.executor.schedule.order)))}
+        last = len(position)
+
+        def key(unit: Unit) -> tuple[float, int]:
+            if unit.is_root:
+                # A root unit first used after n streamed units comes just before the next one.
+                return self.roots.first_use(unit.index) - 0.5, unit.index
+            return position.get(unit.index, last), unit.index
+
+        return [unit.index for unit in sorted(self.units, key=key)]
+
+    def close(self) -> None:
+        """Stop threads, unlock pages, give modules their forward back; idempotent. Never raises."""
+        for forward in self.forwards:
+            forward.remove()
+        self.roots.close()
+        self.pipeline.close()
+        self.streams.close()
+        self.tracer.close()
+        self.drain.close()
+        self.store.close()
+
+
+def build_runtime(
+    model: nn.Module,
+    *,
+    config: MegaTrainConfig,
+    policy: StepPolicy,
+    groups: Mapping[nn.Parameter, int],
+    device: torch.device,
+    on_unit_done: Callable[[int], None],
+) -> Runtime:
+    """Lay out, check, allocate, and redirect the model's blocks.
+
+    Args:
+        model: the user's model, full parameters in compute precision on any device.
+        config: the megatrain block.
+        policy: how gradients become steps.
+        groups: optimizer group per trainable parameter; parameters that are not in it are frozen.
+        device: where compute runs.
+        on_unit_done: called with a unit index when a backward call of it has ended.
+
+    Raises:
+        UnsupportedModelError: the structure cannot be served.
+        HostMemoryError: too little host memory; nothing was allocated.
+    """
+    units = find_units(model, config.units)
+    layouts = [plan_unit(_specs(unit, groups)) for unit in units]
+    footprint = _plan(units, layouts, config, policy)
+    _check_memory(footprint, model, config)
+    kernel = load_kernel(config.update_kernel, config.update_threads)
+    tracer = _make_tracer(config, device)
+    pin = config.pin_memory and device.type == "cuda"
+    store = HostStore(
+        layouts,
+        pin=pin,
+        direct_gradients=not policy.accumulates,
+        accumulation_dtype=policy.accumulation_dtype,
+        prefault=kernel.prefault,
+    )
+    _move_values(units, store)
+    names = [unit.name for unit in units]
+    streams = make_streams(device, synchronous=config.synchronous, tracer=tracer)
+    shared: dict[str, Any] = {"names": names, "tracer": tracer}
+    pipeline = HostPipeline(host_units=store.units, kernel=kernel, synchronous=config.synchronous, **shared)
+    streamed = [layout for unit, layout in zip(units, layouts, strict=True) if not unit.is_root]
+    pool = SlotPool(config.weight_slots, max((x.compute_bytes for x in streamed), default=0), device)
+    schedule = Schedule()
+    streamer = WeightStreamer(host_units=store.units, pool=pool, streams=streams, publication=pipeline, **shared)
+    drain = GradientDrain(
+        store=store,
+        num_buffers=config.gradient_slots,
+        num_bytes=max((layout.gradient_bytes for layout in streamed), default=0),
+        measure_norm=policy.measure_norm,
+        streams=streams,
+        pipeline=pipeline,
+        pin=pin,
+        **shared,
+    )
+    executor = Executor(
+        host_units=store.units,
+        streamer=streamer,
+        drain=drain,
+        schedule=schedule,
+        streams=streams,
+        on_unit_done=on_unit_done,
+        **shared,
+    )
+    roots = RootWeights(
+        units=[unit for unit in units if unit.is_root],
+        host_units=store.units,
+        streams=streams,
+        pipeline=pipeline,
+        position=lambda: len(schedule.under_way),
+        tracer=tracer,
+    )
+    access = ParameterAccess(
+        host_units=store.units,
+        root_units=[unit.index for unit in units if unit.is_root],
+        pipeline=pipeline,
+        roots=roots,
+    )
+    runtime = Runtime(
+        config, policy, units, layouts, footprint, store, streams, tracer, pipeline, pool, drain, executor, roots, access
+    )
+    _take_over(runtime)
+    logger.info(
+        "megatrain: %d streamed units, %d root units, %.2f GiB host (%.1f bytes a parameter, %.2f GiB page-locked), "
+        "%.2f GiB device besides activations",
+        len(streamed),
+        len(units) - len(streamed),
+        footprint.host_bytes / 2**30,
+        footprint.host_bytes_per_parameter,
+        sum(arena.pinned_bytes for arena in store.arenas) / 2**30,
+        footprint.device_bytes / 2**30,
+    )
+    return runtime
+
+
+def _specs(unit: Unit, groups: Mapping[nn.Parameter, int]) -> list[ParameterSpec]:
+    return [
+        ParameterSpec(name, tuple(param.shape), param.dtype, groups.get(param) if param.requires_grad else None)
+        for name, param in unit.parameters
+    ]
+
+
+def _plan(
+    units: Sequence[Unit], layouts: Sequence[UnitLayout], config: MegaTrainConfig, policy: StepPolicy
+) -> Footprint:
+    pairs = list(zip(units, layouts, strict=True))
+    return estimate(
+        streamed=[layout for unit, layout in pairs if not unit.is_root],
+        roots=[layout for unit, layout in pairs if unit.is_root],
+        accumulates=policy.accumulates,
+        accumulation_dtype=policy.accumulation_dtype,
+        weight_slots=config.weight_slots,
+        gradient_slots=config.gradient_slots,
+        staging_blocks=STAGING_BLOCKS,
+    )
+
+
+def _check_memory(footprint: Footprint, model: nn.Module, config: MegaTrainConfig) -> None:
+    if config.host_memory_limit_gib is not None:
+        have = int(config.host_memory_limit_gib * 2**30)
+    else:
+        # The model's own host tensors are given back as their values move into the arenas.
+        have = available_host_bytes() + sum(
+            param.numel() * param.element_size() for param in model.parameters() if param.device.type == "cpu"
+        )
+    require_host_memory(footprint, have_bytes=have)
+
+
+def _make_tracer(config: MegaTrainConfig, device: torch.device) -> NullTracer:
+    if config.trace_file is None:
+        return NullTracer()
+    return ChromeTracer(
+        config.trace_file, skip_steps=2, num_steps=config.trace_steps, use_cuda=device.type == "cuda"
+    )
+
+
+def _move_values(units: Sequence[Unit], store: HostStore) -> None:
+    # Parameter by parameter, so that the model is never held twice.
+    with torch.no_grad():
+        for unit, host in zip(units, store.units, strict=True):
+            for (_, param), view in zip(unit.parameters, host.compute, strict=True):
+                view.copy_(param.data)
+                param.data = view
+            for state in host.states:
+                if state is not None and state.master.data_ptr() != state.compute.data_ptr():
+                    state.master.copy_(state.compute)
+
+
+def _take_over(runtime: Runtime) -> None:
+    runtime.roots.move_to_device()
+    for unit, layout in zip(runtime.units, runtime.layouts, strict=True):
+        for index, (_, param) in enumerate(unit.parameters):
+            adopt(param, runtime.access, (unit.index, index))
+        if not unit.is_root:
+            trainable = [placement.spec.group is not None for placement in layout.placements]
+            keep = runtime.config.activations == "keep"
+            forward = UnitForward(unit, trainable, runtime.executor, keep_activations=keep)
+            forward.install()
+            runtime.forwards.append(forward)
+
+    def is_trainable(unit: int, index: int) -> bool:
+        return runtime.layouts[unit].placements[index].spec.group is not None
+
+    runtime.roots.watch_gradients(runtime.executor.root_gradient, is_trainable)
+
+
+
+def release_parameters(runtime: Runtime) -> None:
+    """Leave plain parameters behind: their values stay readable where they are after the engine is gone."""
+    for unit in runtime.units:
+        for _, param in unit.parameters:
+            release(param)

@@ -1,0 +1,238 @@
+"""`MegaTrainEngine`: DeepSpeed's engine with the model in host memory.
+
+Documentation and delegation: what DeepSpeed's callers touch is here, the work is in the runtime that `build` composes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DtypeEnum
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from torch import nn
+
+from megatrain_ds.compatibility import check_world_size
+from megatrain_ds.config import MegaTrainConfig
+from megatrain_ds.engine import param_access
+from megatrain_ds.engine.build import Runtime, StepPolicy, build_runtime, release_parameters
+from megatrain_ds.engine.full_parameters import gather_partitioned
+from megatrain_ds.engine.optimizer import MegaTrainOptimizer, StepSettings
+from megatrain_ds.optim.hyperparameters import adam_mode, make_holder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class MegaTrainEngine(DeepSpeedEngine):
+    """Streams a model's repeated blocks from host memory and steps its optimizer there.
+
+    Built by `deepspeed.initialize` when the configuration says `"offload_engine": "megatrain"`; takes what
+    `DeepSpeedEngine` takes, and behaves like it under ZeRO-3 with parameters and optimizer offloaded.
+    """
+
+    _runtime: Runtime | None = None
+
+    @property
+    def runtime(self) -> Runtime:
+        """The running engine's parts; gone after `destroy`."""
+        if self._runtime is None:
+            raise RuntimeError("engine used after destroy(): call deepspeed.initialize again.")
+        return self._runtime
+
+    def memory_report(self) -> dict[str, Any]:
+        """What is allocated, in bytes.
+
+        Returns:
+            "host_bytes", "host_bytes_per_param", "pinned_bytes", "device_bytes" (slots, gradient buffers and root
+            weights; activations come on top), "num_parameters".
+        """
+        runtime = self.runtime
+        staging = runtime.drain.staging
+        arenas = runtime.store.arenas + ([staging.arena] if staging is not None else [])
+        host = sum(arena.num_bytes for arena in arenas)
+        return {
+            "host_bytes": host,
+            "host_bytes_per_param": host / max(runtime.footprint.num_parameters, 1),
+            "pinned_bytes": sum(arena.pinned_bytes for arena in arenas),
+            "device_bytes": runtime.pool.num_bytes + runtime.drain.device_bytes + runtime.roots.device_bytes,
+            "num_parameters": runtime.footprint.num_parameters,
+        }
+
+    def reset_iteration(self) -> None:
+        """Recover after an exception in forward or backward: gradients since the last step are dropped."""
+        if isinstance(self.optimizer, MegaTrainOptimizer):
+            self.optimizer.reset_iteration("reset_iteration() was called")
+        else:
+            self.runtime.executor.reset_iteration("reset_iteration() was called")
+
+    def _configure_distributed_model(self, model: nn.Module) -> None:
+        check_world_size(dist.get_world_size())
+        self._megatrain_config = MegaTrainConfig.from_deepspeed(self._config)
+        gather_partitioned(model)
+        # The model stays on the host: only root units move, once they are known.
+        self.dont_change_device = True
+        super()._configure_distributed_model(model)
+
+    def _broadcast_model(self) -> None:
+        """One rank has nobody to tell."""
+
+    def _configure_basic_optimizer(self, model_parameters: Any) -> torch.optim.Optimizer:
+        return make_holder(self.optimizer_name(), model_parameters, self.optimizer_params() or {})
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        if client_optimizer is None:
+            optimizer = self._configure_basic_optimizer(model_parameters)
+        elif isinstance(client_optimizer, torch.optim.Optimizer):
+            optimizer = client_optimizer
+        else:
+            optimizer = client_optimizer(model_parameters)
+        adam_mode(optimizer)
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if len(group["params"]) != 0]
+        self._check_for_duplicates(optimizer)
+        self.basic_optimizer = optimizer
+        self.optimizer = self._configure_zero_optimizer(optimizer)
+
+    def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> MegaTrainOptimizer | None:
+        if optimizer is None:
+            self._start(groups={}, on_unit_done=lambda _unit: None)
+            return None
+        model_dtype, _ = self.get_data_types()
+        wrapped = MegaTrainOptimizer(
+            optimizer,
+            settings=StepSettings(
+                clip_grad=self.gradient_clipping(),
+                dtype=model_dtype,
+                sub_group_size=int(self.zero_sub_group_size()),
+                is_boundary=self.is_gradient_accumulation_boundary,
+            ),
+            loss_scaler=CreateLossScaler(
+                dtype=model_dtype,
+                static_loss_scale=self.loss_scale(),
+                dynamic_scaling=self.dynamic_loss_scale(),
+                dynamic_loss_args=self.dynamic_loss_scale_args(),
+            ),
+            dp_process_group=self.seq_data_parallel_group,
+        )
+        groups = {
+            param: position
+            for position, group in enumerate(optimizer.param_groups)
+            for param in group["params"]
+            if param.requires_grad and param.numel() > 0
+        }
+        self._start(groups=groups, on_unit_done=wrapped.on_unit_done)
+        wrapped.attach(self.runtime)
+        param_access.attach(self.runtime, wrapped.parameters)
+        return wrapped
+
+    def _start(self, *, groups: dict[nn.Parameter, int], on_unit_done: Callable[[int], None]) -> None:
+        config = self._megatrain_config
+        accumulation = self._config.grad_accum_dtype
+        policy = StepPolicy(
+            accumulates=bool(groups) and self.gradient_accumulation_steps() > 1,
+            accumulation_dtype=torch.float32 if accumulation is None else DtypeEnum(accumulation).value,
+            measure_norm=config.finite_check or self.gradient_clipping() > 0.0 or self.fp16_enabled(),
+        )
+        self._runtime = build_runtime(
+            self.module,
+            config=config,
+            policy=policy,
+            groups=groups,
+            device=torch.device(get_accelerator().current_device_name()),
+            on_unit_done=on_unit_done,
+        )
+        for buffer_owner in self.module.modules():
+            for name, buffer in buffer_owner._buffers.items():
+                if buffer is not None:
+                    buffer_owner._buffers[name] = buffer.to(self.device)
+        self._checkpointing_modules = [m for m in self.module.modules() if hasattr(m, "gradient_checkpointing")]
+        # Threads and page locks go with the engine, even if destroy() is never called.
+        self._finalizer = weakref.finalize(self, self._runtime.close)
+
+    def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
+        for module in self._checkpointing_modules:
+            # Units recompute already; a second recompute around them would run every block three times.
+            if module.gradient_checkpointing:
+                module.gradient_checkpointing = False
+        self._start_timers(self.engine_timers.forward_timers)
+        if self._profiles_this_step():
+            self.flops_profiler.start_profile(ignore_list=None)
+        if self.training_dataloader is None:
+            self.tput_timer.start()
+        self.runtime.access.invalidate_slots()
+        self.runtime.executor.begin_forward()
+
+    def _forward_epilogue(self) -> None:
+        self.runtime.executor.end_forward()
+        self._stop_timers(self.engine_timers.forward_timers)
+        if self._profiles_this_step():
+            self.flops_profiler.stop_profile()
+
+    def _profiles_this_step(self) -> bool:
+        return (
+            self.flops_profiler_enabled()
+            and self.global_steps == self.flops_profiler_profile_step()
+            and self.global_rank == 0
+        )
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Run backward on a loss; see `DeepSpeedEngine.backward`.
+
+        An exception in it frees every slot and buffer and drops the gradients gathered since the last step.
+        """
+        try:
+            return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        except BaseException:
+            if self._runtime is not None and isinstance(self.optimizer, MegaTrainOptimizer):
+                self.optimizer.reset_iteration("backward() raised")
+            raise
+
+    def zero_grad(self) -> None:
+        """Nothing to clear: gradients leave the device as they come, and a step consumes them."""
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The module's state_dict with full-shape values; updates under way are waited for."""
+        state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, param in self.module.named_parameters():
+                if not param.requires_grad:
+                    state.pop(name, None)
+        return state
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        # Copies: the caller may keep them while training goes on. Tied names share one copy.
+        copies: dict[int, torch.Tensor] = {}
+        state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                key = value.data_ptr() if value.numel() else id(value)
+                if key not in copies:
+                    copies[key] = value.detach().to("cpu", copy=True)
+                state[name] = copies[key]
+        return state
+
+    def destroy(self) -> None:
+        """Stop threads, unlock host memory, and give the module its own forward back; idempotent.
+
+        Parameters stay readable, full shape, where their values are.
+        """
+        runtime = self._runtime
+        if runtime is not None:
+            self._runtime = None
+            self._finalizer.detach()
+            for hook in (self.module_forward_pre_hook, self.module_forward_post_hook):
+                hook.remove()
+            runtime.close()
+            param_access.detach(runtime)
+            release_parameters(runtime)
+        super().destroy()

@@ -1,0 +1,1 @@
+"""The byte model of host and device memory, and the checks made before anything is allocated."""

@@ -1,0 +1,65 @@
+"""Who answers when code outside the engine reads or writes a parameter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from megatrain_ds.memory.host_store import HostUnit
+    from megatrain_ds.model.parameters import StreamedParameter
+    from megatrain_ds.optim.pipeline import HostPipeline
+    from megatrain_ds.runtime.root_weights import RootWeights
+
+
+class ParameterAccess:
+    """Keeps parameters readable, and carries user writes to the masters.
+
+    Args:
+        host_units: host memory per unit.
+        root_units: indices of root units.
+        pipeline: updates the host copies.
+        roots: keeps root units' device copies.
+    """
+
+    def __init__(
+        self,
+        *,
+        host_units: Sequence[HostUnit],
+        root_units: Sequence[int],
+        pipeline: HostPipeline,
+        roots: RootWeights,
+    ) -> None:
+        self._host_units = host_units
+        self._root_units = frozenset(root_units)
+        self._pipeline, self._roots = pipeline, roots
+        self._touched: set[tuple[int, int]] = set()
+
+    def before_access(self, param: StreamedParameter) -> None:
+        """Make the values that `param` shows current."""
+        unit, _ = param.megatrain_key
+        if unit in self._root_units:
+            self._roots.ensure(unit)
+        else:
+            self._pipeline.wait(unit)
+
+    def touched(self, param: StreamedParameter) -> None:
+        """Remember that user code wrote, or may write, the values that `param` shows."""
+        self._touched.add(param.megatrain_key)
+
+    def invalidate_slots(self) -> None:
+        """Streamed units that user code may have written must be fetched again."""
+        for unit in {unit for unit, _ in self._touched if unit not in self._root_units}:
+            self._pipeline.bump(unit)
+
+    def reconcile(self) -> None:
+        """Carry what user code wrote to the masters; afterwards nothing counts as touched."""
+        touched, self._touched = self._touched, set()
+        for unit, index in touched:
+            self._pipeline.wait(unit)
+            if unit in self._root_units:
+                self._roots.download(unit, index)
+            else:
+                self._pipeline.bump(unit)
+            self._host_units[unit].reconcile(index)

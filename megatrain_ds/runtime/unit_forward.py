@@ -1,0 +1,211 @@
+"""The forward of a unit: the user's own, on streamed weights, with the user's own graph.
+
+[Note: The graph is the user's]
+A unit's forward runs with grad enabled on fresh leaf tensors over the slot's views, as a non-reentrant checkpoint:
+saved-tensor hooks keep nothing of the slot, and whatever escapes the unit (outputs, hooks' captures, attributes,
+entries of a dict) still carries gradient. The first unpack in backward recomputes the forward on freshly fetched
+weights, bound until the unit's last backward node, and gradients arrive at the leaves of the first run.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from megatrain_ds.model.template import Template
+from megatrain_ds.runtime.executor import UnitCall
+from megatrain_ds.runtime.replay import Replay, snapshot
+from megatrain_ds.runtime.saved_weights import SavedWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from megatrain_ds.model.units import Unit
+    from megatrain_ds.runtime.executor import Executor
+
+
+class _Boundary(torch.autograd.Function):
+    """Passes a unit's inputs through; its backward is the unit's last."""
+
+    @staticmethod
+    def forward(ctx: Any, done: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: D102
+        ctx.done = done
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
+        ctx.done()
+        return (None, *grads)
+
+
+class UnitForward:
+    """Replaces the forward of a unit's module.
+
+    Args:
+        unit: the unit.
+        trainable: per parameter, whether gradients are wanted.
+        executor: serves weights and takes gradients.
+        keep_activations: keep what autograd saves, weights aside, instead of recomputing it.
+    """
+
+    def __init__(self, unit: Unit, trainable: Sequence[bool], executor: Executor, *, keep_activations: bool) -> None:
+        assert unit.module is not None
+        self._unit = unit
+        self._module = unit.module
+        self._trainable = list(trainable)
+        self._executor = executor
+        self._template = Template(unit)
+        self._replay = Replay(unit.module, unit.name)
+        self._keep = keep_activations
+        self._forward = unit.module.forward
+        # A positional tensor on the device: it is what makes checkpoint save and restore that device's random state.
+        self._anchor = torch.empty(0, device=executor.device)
+
+    def install(self) -> None:
+        """Redirect the module's forward."""
+        self._module.forward = self  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Give the module its own forward back; idempotent."""
+        if self._module.__dict__.get("forward") is self:
+            del self._module.forward
+            if self._module.forward != self._forward:
+                self._module.forward = self._forward  # type: ignore[method-assign]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the module computes on its own weights: it gets its class's forward."""
+        module = memo[id(self._module)]
+        return types.MethodType(type(self._module).forward, module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block's forward on streamed weights."""
+        try:
+            if torch.is_grad_enabled() and (any(self._trainable) or _any_requires_grad((args, kwargs))):
+                return self._run_with_graph(args, kwargs)
+            with self._executor.forward_weights(self._unit.index, None) as views, self._template.bound(views):
+                return self._owned(self._forward(*args, **kwargs), views)
+        except Exception as error:
+            if hasattr(error, "add_note"):
+                error.add_note(f"megatrain: raised in unit {self._unit.name} ({type(self._module).__name__})")
+            raise
+
+    def _run_with_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = UnitCall(self._unit.index)
+        args, kwargs = self._through_boundary(call, args, kwargs)
+        if self._keep:
+            return self._run_and_keep(call, args, kwargs)
+        again = snapshot(args, self._unit.name), snapshot(kwargs, self._unit.name)
+        buffers: dict[tuple[int, str], torch.Tensor] | None = None
+
+        def run(_anchor: torch.Tensor) -> Any:
+            nonlocal buffers
+            if buffers is not None:
+                return self._recompute(call, buffers, *again)
+            with self._replay.first_run() as buffers:
+                return self._first_run(call, args, kwargs)
+
+        return checkpoint(run, self._anchor, use_reentrant=False)
+
+    def _first_run(self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._executor.forward_weights(self._unit.index, call) as views:
+            leaves = self._leaves(call, views)
+            with self._template.bound(leaves):
+                return self._owned(self._forward(*args, **kwargs), views)
+
+    def _recompute(self, call: UnitCall, buffers: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        views = self._executor.backward_weights(call)
+        leaves = [
+            view.detach().requires_grad_(trainable)
+            for view, trainable in zip(views, self._trainable, strict=True)
+        ]
+        with (
+            torch.profiler.record_function(f"megatrain::recompute ({self._unit.name})"),
+            self._replay.second_run(buffers),
+            self._template.bound(leaves),
+        ):
+            return self._forward(*args, **kwargs)
+
+    def _run_and_keep(self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._executor.forward_weights(self._unit.index, call) as views:
+            leaves = self._leaves(call, views)
+            with SavedWeights(call, views, self._executor), self._template.bound(leaves):
+                return self._owned(self._forward(*args, **kwargs), views)
+
+    def _leaves(self, call: UnitCall, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        leaves = []
+        for index, (view, trainable) in enumerate(zip(views, self._trainable, strict=True)):
+            leaf = view.detach()
+            if trainable:
+                leaf.requires_grad_()
+                leaf.register_post_accumulate_grad_hook(functools.partial(self._take_gradient, call, index))
+            leaves.append(leaf)
+        return leaves
+
+    def _take_gradient(self, call: UnitCall, index: int, leaf: torch.Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        assert grad is not None
+        # Hooks that the user put on the parameter see the gradient of the leaf that stands for it.
+        for hook in list((self._unit.parameters[index][1]._backward_hooks or {}).values()):
+            changed = hook(grad)
+            grad = grad if changed is None else changed
+        self._executor.gradient(call, index, grad)
+
+    def _through_boundary(
+        self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # Only tensors given directly or in tuples are passed through: a list or dict keeps its identity, since the
+        # block may write to it for others to read.
+        found: list[torch.Tensor] = []
+        for value in (*args, *kwargs.values()):
+            found.extend(_direct_tensors(value))
+        if not found:
+            return args, kwargs
+        passed = _Boundary.apply(functools.partial(self._executor.finish, call), *found)
+        replacement = {id(old): new for old, new in zip(found, passed, strict=True)}  # type: ignore[arg-type]
+        return (
+            tuple(_replaced(value, replacement) for value in args),
+            {key: _replaced(value, replacement) for key, value in kwargs.items()},
+        )
+
+    @staticmethod
+    def _owned(outputs: Any, views: Sequence[torch.Tensor]) -> Any:
+        # An output that is a view of the slot would change when the slot is filled again.
+        slot = views[0].untyped_storage().data_ptr() if views else 0
+
+        def in_slot(value: Any) -> bool:
+            return (
+                isinstance(value, torch.Tensor)
+                and value.layout == torch.strided
+                and value.untyped_storage().data_ptr() == slot
+            )
+
+        if not any(in_slot(leaf) for leaf in tree_leaves(outputs)):
+            return outputs
+        return tree_map_only(torch.Tensor, lambda leaf: leaf.clone() if in_slot(leaf) else leaf, outputs)
+
+
+def _any_requires_grad(tree: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(tree))
+
+
+def _direct_tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value] if value.requires_grad else []
+    if type(value) is tuple:
+        return [tensor for item in value for tensor in _direct_tensors(item)]
+    return []
+
+
+def _replaced(value: Any, replacement: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return replacement.get(id(value), value)
+    if type(value) is tuple:
+        return tuple(_replaced(item, replacement) for item in value)
+    return value
+

@@ -1,0 +1,1 @@
+"""What happened when: Chrome traces of copies, compute, updates and waits."""
