@@ -6,8 +6,6 @@ import argparse
 import base64
 import copyreg
 import json
-import sys
-import types
 import warnings
 
 import deepspeed
@@ -18,28 +16,14 @@ from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
+from megatrain_ds.engine import MegaTrainEngine
 from megatrain_ds.errors import EngineConfigError, MegaTrainWarning, UnsupportedVersionError
 from megatrain_ds.plugin import dispatch
 from megatrain_ds.plugin.dispatch import choose_class
-from megatrain_ds.tests.plugin.tools import read_result, run_program
+from megatrain_ds.tests.programs import read_result, run_program
 
 STOCK = {"train_batch_size": 1, "zero_optimization": {"stage": 3}, "steps_per_print": 1000000}
 OURS = {**STOCK, "offload_engine": "megatrain"}
-
-
-@pytest.fixture(autouse=True)
-def engine_class(monkeypatch):
-    """The engine; as long as the package has none, a bare subclass in its place."""
-    try:
-        from megatrain_ds.engine import MegaTrainEngine
-    except ImportError:
-        MegaTrainEngine = type(  # noqa: N806
-            "MegaTrainEngine", (DeepSpeedEngine,), {"_configure_zero_optimizer": lambda self, optimizer: None}
-        )
-        stand_in = types.ModuleType("megatrain_ds.engine")
-        stand_in.MegaTrainEngine = MegaTrainEngine
-        monkeypatch.setitem(sys.modules, "megatrain_ds.engine", stand_in)
-    return MegaTrainEngine
 
 
 def choose(config: dict, cls: type = DeepSpeedEngine) -> type:
@@ -74,10 +58,10 @@ def blocks() -> nn.Module:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_every_route_of_initialize_builds_our_engine(route, tmp_path, engine_class):
+def test_every_route_of_initialize_builds_our_engine(route, tmp_path):
     engine, *_ = deepspeed.initialize(model=blocks(), **ROUTES[route](OURS, tmp_path))
     try:
-        assert type(engine) is engine_class
+        assert type(engine) is MegaTrainEngine
         assert isinstance(engine, DeepSpeedEngine)
     finally:
         engine.destroy()
@@ -92,16 +76,16 @@ def test_every_route_without_the_key_builds_deepspeeds(route, tmp_path):
         engine.destroy()
 
 
-def test_a_constructor_call_may_be_positional(engine_class):
+def test_a_constructor_call_may_be_positional():
     parsed = DeepSpeedConfig(OURS)
     positional = (None, None, None, None, None, None, None, None, None, OURS, parsed)
-    assert choose_class(DeepSpeedEngine, DeepSpeedEngine, positional, {}) is engine_class
-    assert choose_class(DeepSpeedEngine, DeepSpeedEngine, (None, None), {"config": OURS}) is engine_class
+    assert choose_class(DeepSpeedEngine, DeepSpeedEngine, positional, {}) is MegaTrainEngine
+    assert choose_class(DeepSpeedEngine, DeepSpeedEngine, (None, None), {"config": OURS}) is MegaTrainEngine
     assert choose_class(DeepSpeedEngine, DeepSpeedEngine, (None, None), {"config": STOCK}) is DeepSpeedEngine
 
 
-def test_a_subclass_of_our_engine_is_built_as_it_is(engine_class):
-    own = type("Own", (engine_class,), {})
+def test_a_subclass_of_our_engine_is_built_as_it_is():
+    own = type("Own", (MegaTrainEngine,), {})
     assert choose(OURS, own) is own
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatrain_ds.tests.plugin.tools import read_result, run_program
+from megatrain_ds.tests.programs import read_result, run_program
 
 LOOK = """
 import json, sys

@@ -40,7 +40,7 @@ def test_a_version_outside_warns_with_both():
 
 
 def test_the_lower_bounds_are_those_of_the_package_metadata():
-    from megatrain_ds.tests.plugin.tools import ROOT
+    from megatrain_ds.tests.conftest import ROOT
 
     text = (ROOT / "pyproject.toml").read_text()
     for package, (oldest, _) in TESTED.items():

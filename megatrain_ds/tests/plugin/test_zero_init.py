@@ -11,7 +11,7 @@ from torch import nn
 
 from megatrain_ds.errors import EngineConfigError, UnsupportedVersionError
 from megatrain_ds.plugin import zero_init
-from megatrain_ds.tests.plugin.tools import read_result, run_program
+from megatrain_ds.tests.programs import read_result, run_program
 
 OURS = {"train_batch_size": 1, "zero_optimization": {"stage": 3}, "offload_engine": "megatrain"}
 BF16 = {**OURS, "bf16": {"enabled": True}}
@@ -27,7 +27,8 @@ def digest(model):
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters(parameter):
             data = parameter.data.cpu().contiguous()
-            found[name] = [str(data.dtype), list(data.shape), hashlib.sha256(data.view(torch.uint8).numpy()).hexdigest()]
+            bits = hashlib.sha256(data.view(torch.uint8).numpy()).hexdigest()
+            found[name] = [str(data.dtype), list(data.shape), bits]
     return found
 result = {"partitioned": [], "full": [], "weights": {}}
 for compute in ("fp32", "bf16", "fp16"):
@@ -72,6 +73,31 @@ def test_transformers_loads_full_weights_of_the_same_bits(checkpoint, installed)
     assert all(ours["full"])
     assert all(stock["partitioned"])
     assert ours["weights"] == stock["weights"]
+
+
+ACCELERATE = """
+import json, sys
+from accelerate import Accelerator, DeepSpeedPlugin
+from transformers import LlamaForCausalLM
+config = {
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "offload_engine": "megatrain",
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_param": {"device": "cpu"}},
+}
+accelerator = Accelerator(mixed_precision="bf16", deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+model = LlamaForCausalLM.from_pretrained(sys.argv[1])
+print("RESULT " + json.dumps([
+    accelerator.distributed_type,
+    sorted({str(p.dtype) for p in model.parameters()}),
+    all(p.numel() > 0 for p in model.parameters()),
+    any(hasattr(p, "ds_id") for p in model.parameters()),
+]))
+"""
+
+
+def test_accelerate_with_auto_values_loads_full_weights(checkpoint, installed):
+    source = f"import sys; sys.argv = ['load', {str(checkpoint)!r}]\n{ACCELERATE}"
+    assert read_result(run_program(source, installed)) == ["DEEPSPEED", ["torch.bfloat16"], True, False]
 
 
 @pytest.mark.parametrize("form", ["config_dict_or_path", "config", "path", "positional"])
@@ -134,8 +160,8 @@ def test_without_configuration_or_key_it_partitions_as_before():
 
 
 def test_a_refused_key_is_said_before_weights_load():
+    nvme = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}
     with pytest.raises(EngineConfigError, match=r"offload_param.device = 'nvme'"):
-        nvme = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}
         deepspeed.zero.Init(config_dict_or_path={**OURS, "zero_optimization": nvme})
     with pytest.raises(EngineConfigError, match=r"offload_engine = 'megatrian'"):
         deepspeed.zero.Init(config_dict_or_path={**OURS, "offload_engine": "megatrian"})

@@ -11,8 +11,6 @@ from typing import Any
 
 from megatrain_ds.tests.conftest import free_port, remove_shared_buffers
 
-ROOT = Path(__file__).resolve().parents[3]
-
 
 def run_program(source: str, *paths: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run Python source with these folders in front of its path, and nothing else on PYTHONPATH."""
