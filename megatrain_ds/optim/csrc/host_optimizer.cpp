@@ -66,8 +66,9 @@ void stream_rounded(element_t<Type>* p, F x) {
     else Lanes::stream16(p, Lanes::to_fp16(x));
 }
 
-// Elements a thread takes at least; a multiple of every vector width, so that only the last range has a remainder.
-constexpr int64_t kGrain = 1024;
+// Elements a thread takes at least: waking it costs more than a smaller share saves. A multiple of every vector width,
+// so that only the last range has a remainder.
+constexpr int64_t kGrain = 16 * 1024;
 
 // Splits [0, n) into one contiguous range per thread, at multiples of `grain`, and runs body(begin, end) on each.
 template <typename Body>
