@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 FLOOR_FACTOR = 2.0
@@ -20,8 +21,9 @@ class Excess:
 
     @property
     def ratio(self) -> float:
-        """Above 1 when the curves disagree."""
-        return self.difference / self.allowed
+        """Above 1 when the curves disagree; infinite where a value is not a number, which `max` would pass over."""
+        ratio = self.difference / self.allowed
+        return math.inf if math.isnan(ratio) else ratio
 
 
 def allowed_differences(reference: list[float], reordered: list[float]) -> list[float]:
