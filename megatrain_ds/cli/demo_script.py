@@ -12,10 +12,11 @@ import resource
 import sysconfig
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -81,12 +82,12 @@ class StepWriter(TrainerCallback):
             self.write(step=state.global_step, loss=logs["loss"], grad_norm=logs.get("grad_norm"), seconds=seconds)
 
 
-def totals(engine: torch.nn.Module) -> dict[str, object]:
+def totals(engine: Any) -> dict[str, object]:
     """Return the engine's class, the process's peak memory in bytes and, where the engine keeps one, its account."""
     account = getattr(engine, "memory_report", None)
     return {
         "engine": type(engine).__name__,
-        "num_parameters": sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()),
+        "num_parameters": sum(getattr(p, "ds_numel", p.numel()) for p in engine.parameters()),
         "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "peak_device_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
         "memory_report": account() if callable(account) else None,
@@ -120,11 +121,11 @@ def main() -> None:
         num_key_value_heads=2,
         tie_word_embeddings=False,
         use_cache=False,
-        attn_implementation=args.attention,
     )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=args.attention)
     writer = StepWriter(args.out)
     text = SourceText(args.steps * args.batch, args.length)
-    trainer = Trainer(model=LlamaForCausalLM(config), args=training, train_dataset=text, callbacks=[writer])
+    trainer = Trainer(model=model, args=training, train_dataset=text, callbacks=[writer])
     trainer.train()
     writer.write(**totals(trainer.model_wrapped))
 
