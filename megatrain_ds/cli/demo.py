@@ -21,8 +21,9 @@ from megatrain_ds.cli import demo_report
 POLL_S = 0.2
 CPU_SIZES = ("--hidden", "128", "--layers", "6", "--length", "128", "--batch", "8", "--precision", "fp32")
 GPU_SIZES = ("--hidden", "512", "--layers", "8", "--length", "256", "--batch", "16", "--precision", "bf16")
-# Stock ZeRO-3 needs them; built side by side first, so that no run's step times share the cores with a compiler.
+# Built side by side first, so that no run's step times share the cores with a compiler.
 NATIVE_BUILDS = {
+    "the update kernel": "from megatrain_ds.optim.native import native_status; native_status()",
     "DeepSpeed's CPU Adam": "from deepspeed.ops.op_builder import CPUAdamBuilder as B; B().load(verbose=False)",
     "DeepSpeed's CPU collectives": (
         "from deepspeed.accelerator import get_accelerator; "

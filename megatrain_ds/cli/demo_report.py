@@ -18,7 +18,7 @@ NUM_WARM_STEPS = 2  # left out of the step time: first allocations
 ENGINE, STOCK_ENGINE = "MegaTrainEngine", "DeepSpeedEngine"
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "megatrain_ds")
 TABLE_ROWS = 12
-GIB, MIB = 2**30, 2**20
+MIB = 2**20
 
 
 def make_report(records: dict[str, dict]) -> dict:
@@ -109,18 +109,17 @@ def show(report: dict) -> None:
         print(f"{index + 1:>5}  {ours:>10.5f}  {theirs:>10.5f}  {ours - theirs:>+10.1e}")
     print(f"\nlargest difference {report['max_abs_diff']:.2e}; ZeRO-3 against itself with another order of additions")
     print(f"(the floor) {report['max_abs_diff_floor']:.2e}; twice the floor so far is allowed at each step.\n")
-    print(f"{'':24}{'megatrain':>14}{'ZeRO-3':>14}")
-    print(f"{'engine':24}{report['engine']:>18}{report['engine_zero3']:>18}"[:60])
-    for title, key, unit, scale in (
-        ("median step, ms", "step_time_s", "", 1e-3),
-        ("peak resident host, MiB", "peak_host_bytes", "", MIB),
-        ("peak device, MiB", "peak_device_bytes", "", MIB),
+    print(f"{'':26}{'megatrain':>18}{'ZeRO-3':>18}")
+    print(f"{'engine':26}{report['engine']:>18}{report['engine_zero3']:>18}")
+    for title, key, scale in (
+        ("median step, ms", "step_time_s", 1e-3),
+        ("peak resident host, MiB", "peak_host_bytes", MIB),
+        ("peak device, MiB", "peak_device_bytes", MIB),
     ):
         figures = report[key]
-        print(f"{title:24}{figures['megatrain'] / scale:>14.1f}{figures['zero3'] / scale:>14.1f}{unit}")
-    per_parameter = report["host_bytes_per_param"]
-    if per_parameter is not None:
-        print(f"{'engine host bytes/param':24}{per_parameter:>14.2f}")
+        print(f"{title:26}{figures['megatrain'] / scale:>18.1f}{figures['zero3'] / scale:>18.1f}")
+    if report["host_bytes_per_param"] is not None:
+        print(f"{'engine host bytes/param':26}{report['host_bytes_per_param']:>18.2f}")
     print(f"\n{report['num_parameters']:,} parameters on {report['device']}")
 
 
