@@ -114,6 +114,7 @@ def test_every_way_to_give_the_configuration_is_inert(form, tmp_path):
     with context:
         built = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     assert isinstance(context, deepspeed.zero.Init)
+    assert context.enabled is False
     assert deepspeed.comm.is_initialized()
     assert not any(hasattr(parameter, "ds_id") for parameter in built.parameters())
     assert built[0].weight.shape == (2, 3)
