@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -80,15 +79,13 @@ def test_the_default_cache_is_where_torch_builds_its_extensions(monkeypatch):
     assert native.cache_root().resolve() == (Path(get_default_build_root()) / "megatrain_ds").resolve()
 
 
-def test_builds_that_race_share_no_file_and_leave_one_library(build_root):
-    together = threading.Barrier(2)
-
-    def build():
-        together.wait()
-        return native.build_library()
-
+def test_builds_that_race_share_no_file_and_leave_one_library(build_root, use_compiler, tmp_path):
+    finished = tmp_path / "finished"
+    # Each compilation returns only when both have written their output.
+    wait_for_both = f"for i in $(seq 600); do [ $(wc -l < {finished}) -ge 2 ] && exit 0; sleep 0.05; done; exit 1"
+    use_compiler(f'[ "$1" = --version ] && exec g++ "$@"; g++ "$@" || exit; echo >> {finished}; {wait_for_both}')
     with ThreadPoolExecutor(2) as pool:
-        racers = [pool.submit(build) for _ in range(2)]
+        racers = [pool.submit(native.build_library) for _ in range(2)]
     paths = {racer.result() for racer in racers}
     assert files(build_root) == sorted(paths)
     assert len(paths) == 1
