@@ -176,7 +176,9 @@ REFUSED: tuple[KeyRule, ...] = (
         "compression rewrites layers while they train",
         "Remove the block",
     ),
-    KeyRule("eigenvalue.enabled", "eigenvalue_enabled", _OFF, "it reads partitioned gradients", "Remove the block"),
+    KeyRule(
+        "eigenvalue.enabled", "json:eigenvalue.enabled", _OFF, "it reads partitioned gradients", "Remove the block"
+    ),
     KeyRule(
         "weight_quantization",
         "weight_quantization_config",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import deepspeed
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -80,14 +81,29 @@ CASES = {
     "data_efficiency.enabled": ({"data_efficiency": {"enabled": True}}, "Remove the block"),
     "curriculum_learning.enabled": ({"curriculum_learning": {"enabled": True}}, "Remove"),
     "progressive_layer_drop.enabled": ({"progressive_layer_drop": {"enabled": True}}, "Remove"),
-    "compression_training": ({"compression_training": {"weight_quantization": {}}}, "Remove"),
+    "compression_training": (
+        {"compression_training": {"weight_quantization": {"shared_parameters": {}, "different_groups": {}}}},
+        "Remove",
+    ),
     "eigenvalue.enabled": ({"eigenvalue": {"enabled": True}}, "Remove"),
     "weight_quantization": ({"weight_quantization": {"quantized_initialization": {"num_bits": 8}}}, "Remove"),
     "amp.enabled": ({"amp": {"enabled": True}}, "bf16"),
     "sparse_gradients": ({"sparse_gradients": True}, "Remove"),
     "graph_harvesting": ({"graph_harvesting": True}, "Remove"),
     "sequence_parallel_size": ({"sequence_parallel_size": 2}, "set 1"),
-    "elasticity.enabled": ({"elasticity": {"enabled": True}}, "Remove"),
+    "elasticity.enabled": (
+        {
+            "elasticity": {
+                "enabled": True,
+                "max_train_batch_size": 4,
+                "micro_batch_sizes": [4],
+                "min_gpus": 1,
+                "max_gpus": 1,
+                "ignore_non_elastic_batch_info": True,
+            }
+        },
+        "Remove",
+    ),
     "autotuning.enabled": ({"autotuning": {"enabled": True}}, "Remove the block"),
     "managed_gradient_accumulation": (
         {"managed_gradient_accumulation": False},
@@ -113,6 +129,7 @@ REFUSED_BY_DEEPSPEED_SINCE_0_19_8 = {
     "elasticity.enabled",
     "nebula.enabled",
 }
+UNKNOWN_TO_DEEPSPEED_0_18 = {"managed_gradient_accumulation", "expert_parallel.enabled"}
 # DeepSpeed itself demands the first of these before the second means anything.
 IMPLIED = {"bf16.bf16_optimizer_states"}
 
@@ -155,6 +172,8 @@ def test_every_rule_has_a_case():
 
 @pytest.mark.parametrize("key", CASES)
 def test_a_refused_key_is_named_with_what_to_do(key):
+    if key in UNKNOWN_TO_DEEPSPEED_0_18 and deepspeed.__version__.startswith("0.18."):
+        pytest.skip("this DeepSpeed does not read the key")
     changes, action = CASES[key]
     with pytest.raises(DeepSpeedConfigError) as caught:
         check_deepspeed_config(parse(**changes))
