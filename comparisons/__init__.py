@@ -1,0 +1,1 @@
+"""Measurements of this engine beside other systems, on the user's own machine."""
