@@ -1,8 +1,8 @@
 """With the flag, a program trains as it does on stock ZeRO-3 offload, within a floor measured in the same test run.
 
-The floor is stock ZeRO-3 against itself with another attention implementation: the same mathematics, another order of
-additions. Every route runs in fp32 and bf16 (fp16 on a GPU), with one and four micro-batches in a step, and with
-clipping on and off; nothing is tolerated beyond twice the floor.
+The floor is stock ZeRO-3 against itself with another attention implementation, with the rows of each batch reversed,
+and with both: the same mathematics, other orders of additions. Every route runs in fp32 and bf16 (fp16 on a GPU), with
+one and four micro-batches in a step, and with clipping on and off; nothing is tolerated beyond twice the floor.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def route_params() -> list:
     return params
 
 
-def assert_same_training(flag: dict, stock: dict, reordered: dict) -> None:
+def assert_same_training(flag: dict, stock: dict, reordered: list[dict]) -> None:
     """The flag's run has stock's learning rates, and its losses and norms within the floor."""
     assert len(flag["losses"]) == STEPS
     assert flag["learning_rates"] == stock["learning_rates"]
@@ -59,7 +59,7 @@ def assert_same_training(flag: dict, stock: dict, reordered: dict) -> None:
     if stock["clip"] and None not in (*stock["grad_norms"], *flag["grad_norms"]):
         curves.append("grad_norms")
     for curve in curves:
-        excess = worst_excess(flag[curve], stock[curve], reordered[curve])
+        excess = worst_excess(flag[curve], stock[curve], [draw[curve] for draw in reordered])
         assert excess.ratio <= 1.0, (
             f"{curve} differ by {excess.difference:.3g} at step {excess.step}, the measured floor allows "
             f"{excess.allowed:.3g}"
@@ -72,38 +72,53 @@ def pick(records: list[dict], **labels: object) -> dict:
     return record
 
 
-def raw_sweep(run_once: RunOnce, precision: str, flag: bool) -> list[dict]:
+def stock_and_floor(run_once: RunOnce, route: str, options: tuple[str, ...]) -> tuple[dict, list[dict]]:
+    """One combination on stock ZeRO-3, and its three equivalent orders of additions."""
+    runs = [
+        run_once(Program(route, False, (*options, "--attention", attention, *reverse)))
+        for attention, reverse in itertools.product(("sdpa", "eager"), ((), ("--reverse-rows",)))
+    ]
+    (stock,), *reordered = runs
+    return stock, [draw for (draw,) in reordered]
+
+
+def raw_sweep(run_once: RunOnce, precision: str, flag: bool, *extra: str) -> list[dict]:
     """All combinations of one precision in one process; stock also runs with the other attention."""
     attentions = ("sdpa",) if flag else ("sdpa", "eager")
     options = ("--steps", str(STEPS), "--precision", precision, "--grad-accum", *ACCUMULATIONS, "--clip", *CLIPS)
-    return run_once(Program("raw", flag, (*options, "--attention", *attentions)))
+    return run_once(Program("raw", flag, (*options, "--attention", *attentions, *extra)))
+
+
+def raw_stock_and_floor(run_once: RunOnce, precision: str, **labels: object) -> tuple[dict, list[dict]]:
+    """The same out of two sweeps of the raw route."""
+    plain, reverse = (raw_sweep(run_once, precision, False, *extra) for extra in ((), ("--reverse-rows",)))
+    stock, eager, *reordered = (
+        pick(records, attention=attention, **labels) for records in (plain, reverse) for attention in ("sdpa", "eager")
+    )
+    return stock, [eager, *reordered]
 
 
 @pytest.mark.parametrize(("grad_accum", "clip"), COMBINATIONS)
 @pytest.mark.parametrize("precision", precision_params())
 def test_raw_loop(run_once: RunOnce, precision: str, grad_accum: str, clip: str) -> None:
     labels = {"grad_accum": int(grad_accum), "clip": float(clip)}
-    stock = raw_sweep(run_once, precision, flag=False)
-    flag = raw_sweep(run_once, precision, flag=True)
-    assert_same_training(
-        pick(flag, **labels), pick(stock, attention="sdpa", **labels), pick(stock, attention="eager", **labels)
-    )
+    stock, reordered = raw_stock_and_floor(run_once, precision, **labels)
+    assert_same_training(pick(raw_sweep(run_once, precision, True), **labels), stock, reordered)
 
 
 @pytest.mark.parametrize("precision", precision_params())
 def test_floor_tells_wrong_training_from_right(run_once: RunOnce, precision: str) -> None:
     """Forgotten clipping, the subtlest of the settings above, must lie far outside the floor."""
-    stock = raw_sweep(run_once, precision, flag=False)
-    clipped, reordered = (pick(stock, attention=a, grad_accum=1, clip=1.0) for a in ("sdpa", "eager"))
-    unclipped = pick(stock, attention="sdpa", grad_accum=1, clip=0.0)
-    assert worst_excess(unclipped["losses"], clipped["losses"], reordered["losses"]).ratio > 3.0
+    clipped, reordered = raw_stock_and_floor(run_once, precision, grad_accum=1, clip=1.0)
+    unclipped = pick(raw_sweep(run_once, precision, False), attention="sdpa", grad_accum=1, clip=0.0)
+    draws = [draw["losses"] for draw in reordered]
+    assert worst_excess(unclipped["losses"], clipped["losses"], draws).ratio > 3.0
 
 
 @pytest.mark.parametrize(("route", "precision", "grad_accum", "clip"), route_params())
 def test_one_run_routes(run_once: RunOnce, route: str, precision: str, grad_accum: str, clip: str) -> None:
     options = ("--steps", str(STEPS), "--precision", precision, "--grad-accum", grad_accum, "--clip", clip)
-    (stock,) = run_once(Program(route, False, (*options, "--attention", "sdpa")))
-    (reordered,) = run_once(Program(route, False, (*options, "--attention", "eager")))
+    stock, reordered = stock_and_floor(run_once, route, options)
     (flag,) = run_once(Program(route, True, (*options, "--attention", "sdpa")))
     assert_same_training(flag, stock, reordered)
 
@@ -121,7 +136,7 @@ def test_deepspeed_launcher(run_once: RunOnce) -> None:
 @pytest.mark.parametrize("precision", precision_params())
 def test_tied_heads(run_once: RunOnce, precision: str, model: str) -> None:
     """A head that shares the embedding's weight, with biases (Qwen2) and with fused projections (GPT-2)."""
-    options = ("--model", model, "--steps", str(STEPS), "--precision", precision, "--attention")
-    stock, reordered = run_once(Program("raw", False, (*options, "sdpa", "eager")))
-    (flag,) = run_once(Program("raw", True, (*options, "sdpa")))
+    options = ("--model", model, "--steps", str(STEPS), "--precision", precision)
+    stock, reordered = stock_and_floor(run_once, "raw", options)
+    (flag,) = run_once(Program("raw", True, (*options, "--attention", "sdpa")))
     assert_same_training(flag, stock, reordered)

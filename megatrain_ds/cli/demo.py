@@ -38,22 +38,25 @@ class DemoRun:
     """One run of the script.
 
     Attributes:
-        name: `megatrain`, `zero3` or `zero3_reordered`; also the stem of the run's files.
+        name: `megatrain`, `zero3` or `zero3_...`; also the stem of the run's files.
         title: what the progress bar shows.
         flag: whether the ds_config carries `"offload_engine": "megatrain"`.
         attention: attention implementation; another one adds in another order and changes nothing else.
+        reverse_rows: reverse the rows of each batch, which also changes the order of additions and nothing else.
     """
 
     name: str
     title: str
     flag: bool
     attention: str
+    reverse_rows: bool = False
 
 
 RUNS = (
     DemoRun("megatrain", "megatrain", True, "sdpa"),
     DemoRun("zero3", "ZeRO-3 offload", False, "sdpa"),
-    DemoRun("zero3_reordered", "ZeRO-3, other order of additions", False, "eager"),
+    DemoRun("zero3_attention", "ZeRO-3, other attention", False, "eager"),
+    DemoRun("zero3_rows", "ZeRO-3, rows reversed", False, "sdpa", reverse_rows=True),
 )
 
 
@@ -155,7 +158,7 @@ def run_script(demo_run: DemoRun, script: Path, num_steps: int) -> dict:
     command = [sys.executable, str(script), "--ds-config", str(config), "--out", str(out), "--steps", str(num_steps)]
     environment = {**program_environment(), **rank_variables(port)}
     with log.open("w") as stream, tqdm(total=num_steps, desc=demo_run.title, unit="step") as bar:
-        command += [*sizes, "--attention", demo_run.attention]
+        command += [*sizes, "--attention", demo_run.attention, *(["--reverse-rows"] if demo_run.reverse_rows else [])]
         program = subprocess.Popen(command, env=environment, cwd=folder, stdout=stream, stderr=stream)
         try:
             lines = [json.loads(line) for line in follow(program, out, bar)]

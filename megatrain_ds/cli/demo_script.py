@@ -16,7 +16,15 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -31,6 +39,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="blocks in a batch")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16")
     parser.add_argument("--attention", choices=["sdpa", "eager"], default="sdpa")
+    parser.add_argument("--reverse-rows", action="store_true", help="same batches, rows in reverse order")
     return parser.parse_args()
 
 
@@ -125,7 +134,11 @@ def main() -> None:
     model = AutoModelForCausalLM.from_config(config, attn_implementation=args.attention)
     writer = StepWriter(args.out)
     text = SourceText(args.steps * args.batch, args.length)
-    trainer = Trainer(model=model, args=training, train_dataset=text, callbacks=[writer])
+
+    def collate(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return default_data_collator(items[::-1] if args.reverse_rows else items)
+
+    trainer = Trainer(model=model, args=training, train_dataset=text, data_collator=collate, callbacks=[writer])
     trainer.train()
     writer.write(**totals(trainer.model_wrapped))
 
