@@ -20,6 +20,7 @@ from megatrain_ds.compatibility import check_world_size
 from megatrain_ds.config import MegaTrainConfig
 from megatrain_ds.engine import param_access
 from megatrain_ds.engine.build import Runtime, StepPolicy, build_runtime, release_parameters
+from megatrain_ds.engine.checkpointing import CheckpointingMixin
 from megatrain_ds.engine.full_parameters import gather_partitioned
 from megatrain_ds.engine.optimizer import MegaTrainOptimizer, StepSettings
 from megatrain_ds.optim.hyperparameters import adam_mode, make_holder
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class MegaTrainEngine(DeepSpeedEngine):
+class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
     """Streams a model's repeated blocks from host memory and steps its optimizer there.
 
     Built by `deepspeed.initialize` when the configuration says `"offload_engine": "megatrain"`; takes what
@@ -59,7 +60,7 @@ class MegaTrainEngine(DeepSpeedEngine):
             "host_bytes": host,
             "host_bytes_per_param": host / max(runtime.footprint.num_parameters, 1),
             "pinned_bytes": sum(arena.pinned_bytes for arena in arenas),
-            "device_bytes": runtime.pool.num_bytes + runtime.drain.device_bytes + runtime.roots.device_bytes,
+            "device_bytes": runtime.pool.num_bytes + runtime.drain.buffers.num_bytes + runtime.roots.device_bytes,
             "num_parameters": runtime.footprint.num_parameters,
         }
 

@@ -138,6 +138,11 @@ class MegaTrainOptimizer(ZeROOptimizer, torch.optim.Optimizer):
     cur_scale = loss_scale
 
     @property
+    def holds_gradients(self) -> bool:
+        """Whether backward has given gradients that no `step()` has used or dropped yet."""
+        return bool(self._eager_units) or any(any(unit.received) for unit in self.runtime.store.units)
+
+    @property
     def sub_groups(self) -> list[list[ParameterState]]:
         """Trainable parameters in ZeRO-3's sub groups, in its order."""
         size = self._settings.sub_group_size
@@ -231,7 +236,7 @@ class MegaTrainOptimizer(ZeROOptimizer, torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Any = None, **kwargs: Any) -> None:
         """Load what `state_dict` returned, or a list of ZeRO-3 partitions of it."""
-        from megatrain_ds.checkpoint.deepspeed_layout import load_optimizer_state
+        from megatrain_ds.checkpoint.restore import load_optimizer_state
 
         load_optimizer_state(self, state_dict if state_dict is not None else kwargs.pop("state_dict_list"), **kwargs)
 
