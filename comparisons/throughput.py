@@ -250,7 +250,9 @@ def main() -> None:
     arguments.out.write_text(json.dumps(record, indent=2) + "\n")
     shown = ("system", "batch", "clip", "step_s", "step_s_median", "model_tflops", "build_s")
     print({key: round(record[key], 3) if isinstance(record[key], float) else record[key] for key in shown})
-    print(f"device peak {record['device_peak_bytes'] / 2**30:.1f} GiB, host peak {record['host_peak_bytes'] / 2**30:.1f}")
+    print(
+        f"device peak {record['device_peak_bytes'] / 2**30:.1f} GiB, host peak {record['host_peak_bytes'] / 2**30:.1f}"
+    )
     print("losses", record["losses"])
 
 

@@ -13,7 +13,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatrain_ds.cli.machine import available_host_bytes, memlock_limit_bytes
+from megatrain_ds.planning.probe import available_host_bytes, memlock_limit_bytes
 
 _GIB = 1024**3
 

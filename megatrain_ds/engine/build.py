@@ -22,10 +22,12 @@ from megatrain_ds.planning.footprint import Footprint, estimate, require_host_me
 from megatrain_ds.planning.probe import available_host_bytes
 from megatrain_ds.runtime.access import ParameterAccess
 from megatrain_ds.runtime.executor import Executor
-from megatrain_ds.runtime.gradients import STAGING_BLOCKS, GradientDrain
+from megatrain_ds.runtime.gradient_buffers import GradientBuffers
+from megatrain_ds.runtime.gradients import GradientDrain
 from megatrain_ds.runtime.root_weights import RootWeights
 from megatrain_ds.runtime.schedule import Schedule
 from megatrain_ds.runtime.slot import SlotPool
+from megatrain_ds.runtime.staging import STAGING_BLOCKS
 from megatrain_ds.runtime.streamer import WeightStreamer
 from megatrain_ds.runtime.unit_forward import UnitForward
 from megatrain_ds.telemetry.trace import ChromeTracer, NullTracer
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from megatrain_ds.config import MegaTrainConfig
     from megatrain_ds.memory.streams import Streams
     from megatrain_ds.model.units import Unit
+    from megatrain_ds.optim.kernel import UpdateKernel
 
 logger = logging.getLogger("megatrain_ds")
 
@@ -130,33 +133,47 @@ def build_runtime(
     footprint = _plan(units, layouts, config, policy)
     _check_memory(footprint, model, config)
     kernel = load_kernel(config.update_kernel, config.update_threads)
-    tracer = _make_tracer(config, device)
-    pin = config.pin_memory and device.type == "cuda"
     store = HostStore(
         layouts,
-        pin=pin,
+        pin=_pins(config, device),
         direct_gradients=not policy.accumulates,
         accumulation_dtype=policy.accumulation_dtype,
         prefault=kernel.prefault,
     )
     _move_values(units, store)
-    names = [unit.name for unit in units]
+    runtime = _compose(units, layouts, footprint, store, kernel, config, policy, device, on_unit_done)
+    _take_over(runtime)
+    _log(runtime)
+    return runtime
+
+
+def _compose(
+    units: list[Unit],
+    layouts: list[UnitLayout],
+    footprint: Footprint,
+    store: HostStore,
+    kernel: UpdateKernel,
+    config: MegaTrainConfig,
+    policy: StepPolicy,
+    device: torch.device,
+    on_unit_done: Callable[[int], None],
+) -> Runtime:
+    tracer = _make_tracer(config, device)
+    common: dict[str, Any] = {"names": [unit.name for unit in units], "tracer": tracer}
     streams = make_streams(device, synchronous=config.synchronous, tracer=tracer)
-    shared: dict[str, Any] = {"names": names, "tracer": tracer}
-    pipeline = HostPipeline(host_units=store.units, kernel=kernel, synchronous=config.synchronous, **shared)
-    streamed = [layout for unit, layout in zip(units, layouts, strict=True) if not unit.is_root]
-    pool = SlotPool(config.weight_slots, max((x.compute_bytes for x in streamed), default=0), device)
+    pipeline = HostPipeline(host_units=store.units, kernel=kernel, synchronous=config.synchronous, **common)
+    pool = SlotPool(config.weight_slots, footprint.largest_unit_bytes, device)
     schedule = Schedule()
-    streamer = WeightStreamer(host_units=store.units, pool=pool, streams=streams, publication=pipeline, **shared)
+    streamer = WeightStreamer(host_units=store.units, pool=pool, streams=streams, publication=pipeline, **common)
     drain = GradientDrain(
         store=store,
-        num_buffers=config.gradient_slots,
-        num_bytes=max((layout.gradient_bytes for layout in streamed), default=0),
+        buffers=GradientBuffers(config.gradient_slots, footprint.largest_gradient_bytes, streams),
+        staging_bytes=footprint.staging_block_bytes,
         measure_norm=policy.measure_norm,
         streams=streams,
         pipeline=pipeline,
-        pin=pin,
-        **shared,
+        pin=_pins(config, device),
+        **common,
     )
     executor = Executor(
         host_units=store.units,
@@ -165,10 +182,11 @@ def build_runtime(
         schedule=schedule,
         streams=streams,
         on_unit_done=on_unit_done,
-        **shared,
+        **common,
     )
+    root_units = [unit for unit in units if unit.is_root]
     roots = RootWeights(
-        units=[unit for unit in units if unit.is_root],
+        units=root_units,
         host_units=store.units,
         streams=streams,
         pipeline=pipeline,
@@ -176,26 +194,42 @@ def build_runtime(
         tracer=tracer,
     )
     access = ParameterAccess(
-        host_units=store.units,
-        root_units=[unit.index for unit in units if unit.is_root],
-        pipeline=pipeline,
-        roots=roots,
+        host_units=store.units, root_units=[unit.index for unit in root_units], pipeline=pipeline, roots=roots
     )
-    runtime = Runtime(
-        config, policy, units, layouts, footprint, store, streams, tracer, pipeline, pool, drain, executor, roots, access
+    return Runtime(
+        config,
+        policy,
+        units,
+        layouts,
+        footprint,
+        store,
+        streams,
+        tracer,
+        pipeline,
+        pool,
+        drain,
+        executor,
+        roots,
+        access,
     )
-    _take_over(runtime)
+
+
+def _log(runtime: Runtime) -> None:
+    footprint, streamed = runtime.footprint, [unit for unit in runtime.units if not unit.is_root]
     logger.info(
         "megatrain: %d streamed units, %d root units, %.2f GiB host (%.1f bytes a parameter, %.2f GiB page-locked), "
         "%.2f GiB device besides activations",
         len(streamed),
-        len(units) - len(streamed),
+        len(runtime.units) - len(streamed),
         footprint.host_bytes / 2**30,
         footprint.host_bytes_per_parameter,
-        sum(arena.pinned_bytes for arena in store.arenas) / 2**30,
+        sum(arena.pinned_bytes for arena in runtime.store.arenas) / 2**30,
         footprint.device_bytes / 2**30,
     )
-    return runtime
+
+
+def _pins(config: MegaTrainConfig, device: torch.device) -> bool:
+    return config.pin_memory and device.type == "cuda"
 
 
 def _specs(unit: Unit, groups: Mapping[nn.Parameter, int]) -> list[ParameterSpec]:
@@ -234,9 +268,7 @@ def _check_memory(footprint: Footprint, model: nn.Module, config: MegaTrainConfi
 def _make_tracer(config: MegaTrainConfig, device: torch.device) -> NullTracer:
     if config.trace_file is None:
         return NullTracer()
-    return ChromeTracer(
-        config.trace_file, skip_steps=2, num_steps=config.trace_steps, use_cuda=device.type == "cuda"
-    )
+    return ChromeTracer(config.trace_file, skip_steps=2, num_steps=config.trace_steps, use_cuda=device.type == "cuda")
 
 
 def _move_values(units: Sequence[Unit], store: HostStore) -> None:
@@ -267,7 +299,6 @@ def _take_over(runtime: Runtime) -> None:
         return runtime.layouts[unit].placements[index].spec.group is not None
 
     runtime.roots.watch_gradients(runtime.executor.root_gradient, is_trainable)
-
 
 
 def release_parameters(runtime: Runtime) -> None:

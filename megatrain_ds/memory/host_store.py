@@ -178,7 +178,10 @@ class HostStore:
         itemsize = self.accumulation_dtype.itemsize
         units = [self.units[index] for index in indices]
         arena = HostArena(
-            "gradient accumulators", [itemsize * unit.layout.state_numel for unit in units], pin=False, prefault=prefault
+            "gradient accumulators",
+            [itemsize * unit.layout.state_numel for unit in units],
+            pin=False,
+            prefault=prefault,
         )
         self._accumulators.append(arena)
         for position, unit in enumerate(units):

@@ -123,7 +123,9 @@ def plan_unit(specs: Sequence[ParameterSpec]) -> UnitLayout:
     Returns:
         The layout; empty `specs` give an empty layout.
     """
-    order = sorted(range(len(specs)), key=lambda i: (specs[i].group is None, str(specs[i].dtype), specs[i].group or 0, i))
+    order = sorted(
+        range(len(specs)), key=lambda i: (specs[i].group is None, str(specs[i].dtype), specs[i].group or 0, i)
+    )
     runs: list[Run] = []
     placed: dict[int, Placement] = {}
     cursor_bytes = state = master = gradient_bytes = 0

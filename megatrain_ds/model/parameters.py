@@ -26,13 +26,58 @@ def _getter(name: str) -> Any:
 _METADATA = {
     *(
         _getter(name)
-        for name in ["shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "ndim", "_version", "output_nr", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_meta", "itemsize", "nbytes", "name", "names", "_backward_hooks", "_post_accumulate_grad_hooks"]
+        for name in [
+            "shape",
+            "dtype",
+            "device",
+            "layout",
+            "requires_grad",
+            "is_leaf",
+            "grad",
+            "grad_fn",
+            "ndim",
+            "_version",
+            "output_nr",
+            "is_cuda",
+            "is_cpu",
+            "is_sparse",
+            "is_quantized",
+            "is_meta",
+            "itemsize",
+            "nbytes",
+            "name",
+            "names",
+            "_backward_hooks",
+            "_post_accumulate_grad_hooks",
+        ]
         if hasattr(_T, name)
     ),
     *(getattr(_T, name).__set__ for name in ("requires_grad", "grad", "_backward_hooks") if hasattr(_T, name)),
     *(
         getattr(_T, name)
-        for name in ["size", "numel", "nelement", "dim", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous", "storage_offset", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "get_device", "__hash__", "__len__", "is_shared", "is_pinned", "__repr__", "__format__"]
+        for name in [
+            "size",
+            "numel",
+            "nelement",
+            "dim",
+            "stride",
+            "element_size",
+            "is_floating_point",
+            "is_complex",
+            "is_contiguous",
+            "storage_offset",
+            "requires_grad_",
+            "register_hook",
+            "register_post_accumulate_grad_hook",
+            "retain_grad",
+            "get_device",
+            "__hash__",
+            "__len__",
+            "is_shared",
+            "is_pinned",
+            "__repr__",
+            "__format__",
+        ]
         if hasattr(_T, name)
     ),
     torch.numel,

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from megatrain_ds.memory.layout import UnitLayout
 
+# Root gradients pass the ring in pieces: below this size the pieces would be many and small.
+_SMALLEST_STAGING_BYTES = 1 << 20
+
 
 @dataclass(frozen=True)
 class Footprint:
@@ -34,6 +37,9 @@ class Footprint:
         gradient_slot_bytes: device, gradient buffers.
         root_bytes: device, root weights.
         num_parameters: elements of all parameters.
+        largest_unit_bytes: compute bytes of the largest streamed unit: the size of a weight slot.
+        largest_gradient_bytes: gradient bytes of the largest streamed unit: the size of a gradient buffer.
+        staging_block_bytes: size of one block of the staging ring.
     """
 
     compute_bytes: int
@@ -45,13 +51,14 @@ class Footprint:
     gradient_slot_bytes: int
     root_bytes: int
     num_parameters: int
+    largest_unit_bytes: int
+    largest_gradient_bytes: int
+    staging_block_bytes: int
 
     @property
     def host_bytes(self) -> int:
         """All host terms."""
-        return (
-            self.compute_bytes + self.gradient_bytes + self.accumulator_bytes + self.master_bytes + self.moment_bytes
-        )
+        return self.compute_bytes + self.gradient_bytes + self.accumulator_bytes + self.master_bytes + self.moment_bytes
 
     @property
     def device_bytes(self) -> int:
@@ -88,8 +95,9 @@ def estimate(
     every = [*streamed, *roots]
     largest = max((layout.compute_bytes for layout in streamed), default=0)
     largest_gradient = max((layout.gradient_bytes for layout in streamed), default=0)
+    staging_block = align(max(largest_gradient, _SMALLEST_STAGING_BYTES), PAGE_BYTES)
     if accumulates:
-        gradient = staging_blocks * align(max(largest_gradient, 1 << 20), PAGE_BYTES)
+        gradient = staging_blocks * staging_block
         accumulator = sum(align(accumulation_dtype.itemsize * layout.state_numel, PAGE_BYTES) for layout in every)
     else:
         gradient = sum(align(layout.gradient_bytes, PAGE_BYTES) for layout in every)
@@ -104,6 +112,9 @@ def estimate(
         gradient_slot_bytes=gradient_slots * largest_gradient,
         root_bytes=sum(place.num_bytes for layout in roots for place in layout.placements),
         num_parameters=sum(layout.num_parameters for layout in every),
+        largest_unit_bytes=largest,
+        largest_gradient_bytes=largest_gradient,
+        staging_block_bytes=staging_block,
     )
 
 
@@ -123,5 +134,5 @@ def require_host_memory(footprint: Footprint, *, have_bytes: int) -> None:
             have_bytes,
             f"The model has {footprint.num_parameters} parameters at {footprint.host_bytes_per_parameter:.1f} bytes of "
             "host memory each (compute copy, gradient, fp32 master, two moments). Free memory, use a machine with more, "
-            'train fewer parameters (freeze some, or LoRA), or raise "host_memory_limit_gib" if it is set too low',
+            'train fewer parameters (freeze some, or LoRA), or set "host_memory_limit_gib" in the megatrain block if the machine has more than it shows',
         )

@@ -1,43 +1,66 @@
-"""What the machine offers: host memory that a new allocation may take."""
+"""What the machine offers, as a process inside a container must read it: not from the host's totals."""
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
-_CGROUP = Path("/sys/fs/cgroup")
+_V2_ROOT = Path("/sys/fs/cgroup")
+_V1_ROOT = Path("/sys/fs/cgroup/memory")
 
 
-def available_host_bytes() -> int:
-    """Bytes of host memory that can be allocated without swapping, the control group's limit included."""
-    available = _meminfo("MemAvailable")
-    limit, used = _read_int(_CGROUP / "memory.max"), _read_int(_CGROUP / "memory.current")
-    if limit is None:
-        limit, used = _read_int(_CGROUP / "memory/memory.limit_in_bytes"), _read_int(_CGROUP / "memory/memory.usage_in_bytes")
-    if limit is not None and used is not None and limit < 1 << 60:
-        # Page cache counts as used but is given back on demand.
-        reclaimable = _cgroup_stat("inactive_file")
-        available = min(available, max(limit - used + reclaimable, 0))
-    return available
+def available_host_bytes(meminfo: Path = Path("/proc/meminfo"), own_cgroup: Path = Path("/proc/self/cgroup")) -> int:
+    """Return the bytes this process may still use: the kernel's estimate, cut to each enclosing control group's rest.
+
+    Args:
+        meminfo: Where the kernel states `MemAvailable`.
+        own_cgroup: Where it names this process's control groups.
+    """
+    available = next(
+        int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")
+    )
+    return min([available, *_cgroup_rests(own_cgroup)])
 
 
-def _meminfo(key: str) -> int:
+def memlock_limit_bytes() -> int | None:
+    """Return the soft limit on locked memory, None for unlimited."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _cgroup_rests(own_cgroup: Path) -> list[int]:
+    """Return limit minus use for every control group above this process that has a limit; cache counts as free."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = own_cgroup.read_text().splitlines()
     except OSError:
-        return 1 << 62
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), 1 << 62)
+        return []
+    rests = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            rests += _walk_up(_V2_ROOT, path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            rests += _walk_up(_V1_ROOT, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    return rests
 
 
-def _cgroup_stat(key: str) -> int:
+def _walk_up(root: Path, path: str, limit_name: str, use_name: str, cache_name: str) -> list[int]:
+    """Read each group from `path` up to `root`; a container sees its own group mounted at the root."""
+    group = root / path.lstrip("/")
+    rests = []
+    for folder in [group, *group.parents]:
+        if folder == root or root in folder.parents:
+            rests += _read_rest(folder, limit_name, use_name, cache_name)
+    return rests
+
+
+def _read_rest(folder: Path, limit_name: str, use_name: str, cache_name: str) -> list[int]:
     try:
-        lines = (_CGROUP / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.split()[0] == key), 0)
-
-
-def _read_int(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
+        limit = (folder / limit_name).read_text().strip()
+        use = int((folder / use_name).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
-        return None
+        return []
+    if limit == "max":
+        return []
+    return [max(0, int(limit) - use + int(stat.get(cache_name, 0)))]

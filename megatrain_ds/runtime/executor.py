@@ -146,7 +146,7 @@ class Executor:
         """The gradient of parameter `index` of a call's unit is ready on the compute flow."""
         self._enter_backward()
         if call.buffer is None:
-            call.buffer = self._drain.take_buffer()
+            call.buffer = self._drain.buffers.take()
             if call not in self._open:
                 self._open.append(call)
         self._drain.put(call.buffer, call.unit, index, grad)
@@ -162,7 +162,9 @@ class Executor:
         if call in self._open:
             self._open.remove(call)
             if call.mark is not None and self._tracer.active:
-                self._tracer.device_span("compute", f"backward {self._names[call.unit]}", call.mark, self._streams.mark())
+                self._tracer.device_span(
+                    "compute", f"backward {self._names[call.unit]}", call.mark, self._streams.mark()
+                )
             if call.buffer is not None:
                 buffer, arrived = call.buffer, call.arrived
                 call.buffer, call.arrived = None, []

@@ -12,79 +12,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatrain_ds.memory.arena import HostArena
-from megatrain_ds.memory.layout import ELEMENT_ALIGNMENT, align, block_views
+from megatrain_ds.memory.layout import ELEMENT_ALIGNMENT, align
 from megatrain_ds.memory.streams import D2H
 from megatrain_ds.optim.pipeline import GradientPiece
+from megatrain_ds.runtime.staging import StagingRing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from megatrain_ds.memory.host_store import HostStore, HostUnit
-    from megatrain_ds.memory.layout import UnitLayout
     from megatrain_ds.memory.streams import Event, Streams
     from megatrain_ds.optim.pipeline import HostPipeline
+    from megatrain_ds.runtime.gradient_buffers import GradientBuffer, GradientBuffers
     from megatrain_ds.telemetry.trace import NullTracer
-
-# Blocks of the staging ring: one fills, one is read by the worker, one waits.
-STAGING_BLOCKS = 3
-
-
-class GradientBuffer:
-    """A flat device buffer that one unit's gradients leave through.
-
-    Args:
-        block: uint8 [largest unit's gradient bytes] on the compute device; zeroed, so that padding is zero.
-    """
-
-    def __init__(self, block: torch.Tensor) -> None:
-        self.block = block
-        self.taken = False
-        self.left: Event | None = None
-        self._views: dict[int, list[torch.Tensor | None]] = {}
-
-    def views(self, unit: int, layout: UnitLayout) -> list[torch.Tensor | None]:
-        """Full-shape gradient views of a unit in the buffer; made once per unit."""
-        if unit not in self._views:
-            self._views[unit] = block_views(self.block, layout, trainable_only=True)
-        return self._views[unit]
-
-
-class StagingRing:
-    """Pinned host blocks that gradients pass through on their way into accumulators.
-
-    Args:
-        num_bytes: size of one block.
-        pin: page-lock them.
-        pipeline: reads the blocks; a block is free again when its ticket is done.
-    """
-
-    def __init__(self, num_bytes: int, *, pin: bool, pipeline: HostPipeline) -> None:
-        self._arena = HostArena("gradient staging", [num_bytes] * STAGING_BLOCKS, pin=pin)
-        self._pipeline = pipeline
-        self._tickets = [0] * STAGING_BLOCKS
-        self._next = 0
-        self.block_bytes = num_bytes
-
-    @property
-    def num_bytes(self) -> int:
-        """Host bytes of all blocks."""
-        return self._arena.num_bytes
-
-    @property
-    def arena(self) -> HostArena:
-        """The memory of the blocks."""
-        return self._arena
-
-    def take(self) -> tuple[int, torch.Tensor]:
-        """The next block (index, uint8 tensor), once the worker has read it."""
-        index, self._next = self._next, (self._next + 1) % STAGING_BLOCKS
-        self._pipeline.wait_ticket(self._tickets[index])
-        return index, self._arena.block(index)
-
-    def give_back(self, index: int, ticket: int) -> None:
-        """Block `index` may be written again after `ticket`."""
-        self._tickets[index] = ticket
 
 
 class GradientDrain:
@@ -93,8 +33,8 @@ class GradientDrain:
     Args:
         store: host memory of all units.
         names: name per unit.
-        num_buffers: device gradient buffers; with two, one leaves while the next fills.
-        num_bytes: gradient bytes of the largest streamed unit.
+        buffers: device gradient buffers.
+        staging_bytes: size of a staging block.
         measure_norm: keep each gradient's norm for clipping and the finite check.
         streams: the flows.
         pipeline: accumulates on the host.
@@ -107,8 +47,8 @@ class GradientDrain:
         *,
         store: HostStore,
         names: Sequence[str],
-        num_buffers: int,
-        num_bytes: int,
+        buffers: GradientBuffers,
+        staging_bytes: int,
         measure_norm: bool,
         streams: Streams,
         pipeline: HostPipeline,
@@ -116,8 +56,8 @@ class GradientDrain:
         pin: bool,
     ) -> None:
         self._store, self._names, self._streams, self._pipeline = store, names, streams, pipeline
-        self._num_bytes, self._pin, self._tracer = num_bytes, pin, tracer
-        self._buffers = [self._allocate() for _ in range(num_buffers if num_bytes else 0)]
+        self._staging_bytes, self._pin, self._tracer = staging_bytes, pin, tracer
+        self.buffers = buffers
         self._staging: StagingRing | None = None
         if any(unit.accumulator is not None for unit in store.units):
             self._make_staging()
@@ -126,38 +66,14 @@ class GradientDrain:
         self._first_norm = [0]
         for unit in store.units:
             self._first_norm.append(self._first_norm[-1] + len(unit.layout.placements))
-        self._norms = torch.zeros(self._first_norm[-1] if measure_norm else 0, dtype=torch.float64, device=streams.device)
-
-    @property
-    def device_bytes(self) -> int:
-        """Device bytes of the gradient buffers."""
-        return self._num_bytes * len(self._buffers)
+        self._norms = torch.zeros(
+            self._first_norm[-1] if measure_norm else 0, dtype=torch.float64, device=streams.device
+        )
 
     @property
     def staging(self) -> StagingRing | None:
         """The staging ring, if gradients are accumulated."""
         return self._staging
-
-    def take_buffer(self) -> GradientBuffer:
-        """A buffer for one unit's gradients; compute waits until its last contents have left."""
-        free = [buffer for buffer in self._buffers if not buffer.taken]
-        if free:
-            buffer = free[0]
-            self._buffers.remove(buffer)
-        else:
-            warnings.warn(
-                f"megatrain: all {len(self._buffers)} gradient buffers are taken by units whose backward passes "
-                f"interleave; one more of {self._num_bytes / 2**20:.0f} MiB was made. Set "
-                f'"gradient_slots": {len(self._buffers) + 1} in the megatrain block to set it aside from the start.',
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            buffer = self._allocate()
-        self._buffers.append(buffer)
-        if buffer.left is not None:
-            self._streams.compute_wait(buffer.left)
-        buffer.taken = True
-        return buffer
 
     def put(self, buffer: GradientBuffer, unit: int, index: int, grad: torch.Tensor) -> None:
         """Copy the gradient of parameter `index` into the buffer, on the compute flow."""
@@ -196,9 +112,7 @@ class GradientDrain:
         after = [self._streams.record_compute()]
         label = f"gradient {host.layout.placements[index].spec.name}"
         if self._goes_direct(unit, [index]):
-            event = self._streams.copy(
-                D2H, [(host.parameter_view("gradient", index), grad)], after=after, label=label
-            )
+            event = self._streams.copy(D2H, [(host.parameter_view("gradient", index), grad)], after=after, label=label)
             self._arrivals[unit].append(event)
             self._in_flight.append((grad, event))
         else:
@@ -242,8 +156,7 @@ class GradientDrain:
         for unit, host in enumerate(self._store.units):
             self._arrivals[unit] = []
             host.clear_gradient()
-        for buffer in self._buffers:
-            buffer.taken = False
+        self.buffers.release_all()
 
     def close(self) -> None:
         """Free pinned memory; idempotent."""
@@ -284,7 +197,7 @@ class GradientDrain:
         )
 
     def _make_staging(self) -> None:
-        self._staging = StagingRing(max(self._num_bytes, 1 << 20), pin=self._pin, pipeline=self._pipeline)
+        self._staging = StagingRing(self._staging_bytes, pin=self._pin, pipeline=self._pipeline)
 
     def _take_staging(self) -> tuple[int, torch.Tensor]:
         assert self._staging is not None
@@ -334,9 +247,6 @@ class GradientDrain:
             for _, event in self._in_flight:
                 event.synchronize()
         self._in_flight = [(grad, event) for grad, event in self._in_flight if not event.query()]
-
-    def _allocate(self) -> GradientBuffer:
-        return GradientBuffer(torch.zeros(self._num_bytes, dtype=torch.uint8, device=self._streams.device))
 
 
 def _byte_spans(host: HostUnit, indices: Sequence[int]) -> Iterator[tuple[int, int]]:

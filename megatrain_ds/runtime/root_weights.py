@@ -70,7 +70,9 @@ class RootWeights:
                 device_copy.copy_(host)
                 set_raw_data(param, device_copy)
 
-    def watch_gradients(self, take: Callable[[int, int, torch.Tensor], None], trainable: Callable[[int, int], bool]) -> None:
+    def watch_gradients(
+        self, take: Callable[[int, int, torch.Tensor], None], trainable: Callable[[int, int], bool]
+    ) -> None:
         """Hand every gradient of a trainable root parameter to `take(unit, index, grad)` and clear `param.grad`."""
         for unit in self._units.values():
             for index, (_, param) in enumerate(unit.parameters):

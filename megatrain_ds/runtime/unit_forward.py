@@ -121,8 +121,7 @@ class UnitForward:
     def _recompute(self, call: UnitCall, buffers: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         views = self._executor.backward_weights(call)
         leaves = [
-            view.detach().requires_grad_(trainable)
-            for view, trainable in zip(views, self._trainable, strict=True)
+            view.detach().requires_grad_(trainable) for view, trainable in zip(views, self._trainable, strict=True)
         ]
         with (
             torch.profiler.record_function(f"megatrain::recompute ({self._unit.name})"),
@@ -208,4 +207,3 @@ def _replaced(value: Any, replacement: dict[int, torch.Tensor]) -> Any:
     if type(value) is tuple:
         return tuple(_replaced(item, replacement) for item in value)
     return value
-

@@ -112,7 +112,9 @@ class ChromeTracer(NullTracer):
         spans = [(track, name, start - origin, end - origin) for track, name, start, end in self._host]
         for track, name, start, end in self._device:
             if self._use_cuda:
-                spans.append((track, name, anchor_event.elapsed_time(start) / 1e3, anchor_event.elapsed_time(end) / 1e3))
+                spans.append(
+                    (track, name, anchor_event.elapsed_time(start) / 1e3, anchor_event.elapsed_time(end) / 1e3)
+                )
             else:
                 spans.append((track, name, start - origin, end - origin))
         named = [
@@ -120,7 +122,14 @@ class ChromeTracer(NullTracer):
             for tid, track in enumerate(TRACKS)
         ]
         return named + [
-            {"ph": "X", "pid": 0, "tid": TRACKS.index(track), "name": name, "ts": start * 1e6, "dur": (end - start) * 1e6}
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": TRACKS.index(track),
+                "name": name,
+                "ts": start * 1e6,
+                "dur": (end - start) * 1e6,
+            }
             for track, name, start, end in sorted(spans, key=lambda span: span[2])
         ]
 

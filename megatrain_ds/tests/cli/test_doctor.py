@@ -9,8 +9,8 @@ import subprocess
 
 import pytest
 
-from megatrain_ds.cli import machine
 from megatrain_ds.cli.main import COMMANDS, main
+from megatrain_ds.planning import probe as machine
 from megatrain_ds.tests.programs import run_program
 
 DOCTOR = "import sys; from megatrain_ds.cli.main import main; sys.exit(main(['doctor', '--json']))"
