@@ -1,10 +1,10 @@
 """Trains one model under one system in this process and records seconds a step, memory and losses.
 
 Run it once per system with the same arguments: weights, tokens, clipping and optimizer are the same by seed, so the
-losses are comparable, and a ratio of two records from one call on one machine is a speed claim with its equal-loss check
-beside it. Tokens are random; every position counts as a real token.
+losses are comparable, and a ratio of two records from one call on one machine is a speed claim with its equal-loss
+check beside it. Tokens are random; every position counts as a real token.
 
-    python -m comparisons.throughput --system megatrain --model configs/models/qwen2.5-14b-12l.json --batch 8 --out a.json
+    python -m comparisons.throughput --system megatrain --model configs/models/tiny.json --batch 8 --out a.json
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def build_model(path: Path, device: torch.device, seed: int = 0) -> torch.nn.Module:
+def build_model(path: Path, device: torch.device, seed: int = 0) -> Any:
     """A bf16 model on the host with weights that depend on the seed alone.
 
     Weights are drawn on the device (billions of normals take minutes on a host) and copied parameter by parameter.
@@ -106,10 +106,11 @@ def deepspeed_config(arguments: argparse.Namespace) -> dict[str, Any]:
 class DeepSpeedSystem:
     """Any system behind `deepspeed.initialize`."""
 
-    def __init__(self, model: torch.nn.Module, arguments: argparse.Namespace) -> None:
+    def __init__(self, model: Any, arguments: argparse.Namespace) -> None:
         """Build the engine."""
         import deepspeed
 
+        self.engine: Any
         self.engine, *_ = deepspeed.initialize(model=model, config=deepspeed_config(arguments))
         self.name = type(self.engine).__name__
         expected = "MegaTrainEngine" if arguments.system == "megatrain" else "DeepSpeedEngine"
@@ -142,7 +143,7 @@ class ResidentSystem:
 
     name = "resident"
 
-    def __init__(self, model: torch.nn.Module, arguments: argparse.Namespace) -> None:
+    def __init__(self, model: Any, arguments: argparse.Namespace) -> None:
         """Move the model to the device."""
         self.model = model.cuda() if torch.cuda.is_available() else model
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -24,6 +24,12 @@ def explain(name: str, value: object, rule: str, action: str) -> str:
     return f"{name} = {value!r}: {rule}. {action}."
 
 
+def add_note(error: BaseException, note: str) -> None:
+    """Say where an error came from without changing what it is; before Python 3.11 errors carry no notes."""
+    if hasattr(error, "add_note"):
+        getattr(error, "add_note")(note)  # noqa: B009 - absent from Python 3.10's type
+
+
 class MegaTrainWarning(UserWarning):
     """A setting without effect, a slower fallback, or a version outside the tested range."""
 

@@ -161,8 +161,9 @@ def _flat_bytes(source: torch.UntypedStorage | StreamedTensor) -> Iterator[torch
             yield torch.empty(0, dtype=torch.uint8, device=source.device).set_(source).cpu()
         return
     for piece in source.pieces:
-        flat = piece().detach().cpu().reshape(-1)
-        if flat.dtype != source.dtype:
-            raise TypeError(f"piece of dtype {flat.dtype} in a tensor of {source.dtype}: pieces share one dtype.")
-        if flat.numel():
-            yield flat.view(torch.uint8)
+        value = piece().detach().cpu().contiguous()
+        if value.dtype != source.dtype:
+            raise TypeError(f"piece of dtype {value.dtype} in a tensor of {source.dtype}: pieces share one dtype.")
+        if value.numel():
+            # A single element counts as contiguous with any stride, so that reshape would keep the stride.
+            yield value.as_strided((value.numel(),), (1,)).view(torch.uint8)

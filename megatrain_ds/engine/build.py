@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatrain_ds.engine import param_access
 from megatrain_ds.memory.host_store import HostStore
 from megatrain_ds.memory.layout import ParameterSpec, UnitLayout, plan_unit
 from megatrain_ds.memory.streams import make_streams
@@ -94,7 +95,10 @@ class Runtime:
         return [unit.index for unit in sorted(self.units, key=key)]
 
     def close(self) -> None:
-        """Stop threads, unlock pages, give modules their forward back; idempotent. Never raises."""
+        """Stop threads, unlock pages, give modules and parameters back; idempotent. Never raises.
+
+        Parameters stay readable, full shape, where their values are.
+        """
         for forward in self.forwards:
             forward.remove()
         self.roots.close()
@@ -103,6 +107,10 @@ class Runtime:
         self.tracer.close()
         self.drain.close()
         self.store.close()
+        param_access.detach(self.units)
+        for unit in self.units:
+            for _, param in unit.parameters:
+                release(param)
 
 
 def build_runtime(
@@ -299,10 +307,3 @@ def _take_over(runtime: Runtime) -> None:
         return runtime.layouts[unit].placements[index].spec.group is not None
 
     runtime.roots.watch_gradients(runtime.executor.root_gradient, is_trainable)
-
-
-def release_parameters(runtime: Runtime) -> None:
-    """Leave plain parameters behind: their values stay readable where they are after the engine is gone."""
-    for unit in runtime.units:
-        for _, param in unit.parameters:
-            release(param)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DtypeEnum
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
@@ -19,7 +18,7 @@ from torch import nn
 from megatrain_ds.compatibility import check_world_size
 from megatrain_ds.config import MegaTrainConfig
 from megatrain_ds.engine import param_access
-from megatrain_ds.engine.build import Runtime, StepPolicy, build_runtime, release_parameters
+from megatrain_ds.engine.build import Runtime, StepPolicy, build_runtime
 from megatrain_ds.engine.checkpointing import CheckpointingMixin
 from megatrain_ds.engine.full_parameters import gather_partitioned
 from megatrain_ds.engine.optimizer import MegaTrainOptimizer, StepSettings
@@ -37,6 +36,10 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
     """
 
     _runtime: Runtime | None = None
+
+    @property
+    def _model(self) -> nn.Module:
+        return self.__dict__["module"]
 
     @property
     def runtime(self) -> Runtime:
@@ -109,7 +112,7 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
                 clip_grad=self.gradient_clipping(),
                 dtype=model_dtype,
                 sub_group_size=int(self.zero_sub_group_size()),
-                is_boundary=self.is_gradient_accumulation_boundary,
+                is_boundary=_boundary_of(self),
             ),
             loss_scaler=CreateLossScaler(
                 dtype=model_dtype,
@@ -127,38 +130,41 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
         }
         self._start(groups=groups, on_unit_done=wrapped.on_unit_done)
         wrapped.attach(self.runtime)
-        param_access.attach(self.runtime, wrapped.parameters)
+        param_access.attach(self.runtime.units, wrapped.parameters)
         return wrapped
 
     def _start(self, *, groups: dict[nn.Parameter, int], on_unit_done: Callable[[int], None]) -> None:
-        config = self._megatrain_config
-        accumulation = self._config.grad_accum_dtype
+        config, deepspeed_config = self._megatrain_config, self._config
+        assert deepspeed_config is not None
+        accumulation = deepspeed_config.grad_accum_dtype
         policy = StepPolicy(
             accumulates=bool(groups) and self.gradient_accumulation_steps() > 1,
             accumulation_dtype=torch.float32 if accumulation is None else DtypeEnum(accumulation).value,
             measure_norm=config.finite_check or self.gradient_clipping() > 0.0 or self.fp16_enabled(),
         )
         self._runtime = build_runtime(
-            self.module,
+            self._model,
             config=config,
             policy=policy,
             groups=groups,
-            device=torch.device(get_accelerator().current_device_name()),
+            device=torch.device(self.device),  # type: ignore[arg-type]
             on_unit_done=on_unit_done,
         )
-        for buffer_owner in self.module.modules():
+        for buffer_owner in self._model.modules():
             for name, buffer in buffer_owner._buffers.items():
                 if buffer is not None:
                     buffer_owner._buffers[name] = buffer.to(self.device)
-        self._checkpointing_modules = [m for m in self.module.modules() if hasattr(m, "gradient_checkpointing")]
+        self._checkpointing_modules = [m for m in self._model.modules() if hasattr(m, "gradient_checkpointing")]
+        # Its synchronisations at both ends of a step would stop what runs across them.
+        self.tput_timer.config.synchronized = False
         # Threads and page locks go with the engine, even if destroy() is never called.
         self._finalizer = weakref.finalize(self, self._runtime.close)
 
     def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
         for module in self._checkpointing_modules:
             # Units recompute already; a second recompute around them would run every block three times.
-            if module.gradient_checkpointing:
-                module.gradient_checkpointing = False
+            if getattr(module, "gradient_checkpointing", False):
+                setattr(module, "gradient_checkpointing", False)  # noqa: B010 - not an attribute of every module
         self._start_timers(self.engine_timers.forward_timers)
         if self._profiles_this_step():
             self.flops_profiler.start_profile(ignore_list=None)
@@ -203,9 +209,9 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
         """The module's state_dict with full-shape values; updates under way are waited for."""
-        state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        state = self._model.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
-            for name, param in self.module.named_parameters():
+            for name, param in self._model.named_parameters():
                 if not param.requires_grad:
                     state.pop(name, None)
         return state
@@ -232,8 +238,18 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
             self._runtime = None
             self._finalizer.detach()
             for hook in (self.module_forward_pre_hook, self.module_forward_post_hook):
-                hook.remove()
+                if hook is not None:
+                    hook.remove()
             runtime.close()
-            param_access.detach(runtime)
-            release_parameters(runtime)
         super().destroy()
+
+
+def _boundary_of(engine: MegaTrainEngine) -> Callable[[], bool]:
+    # Weak: the runtime outlives nobody, and an engine that is dropped without destroy() is still collected.
+    reference = weakref.ref(engine)
+
+    def is_boundary() -> bool:
+        alive = reference()
+        return alive is not None and bool(alive.is_gradient_accumulation_boundary())
+
+    return is_boundary

@@ -77,7 +77,7 @@ class MegaTrainOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         self.torch_autocast_gradscaler = None
         self.dp_process_group = dp_process_group
         self.overflow = False
-        self._global_grad_norm: float = 0.0
+        self._global_grad_norm: float | torch.Tensor = 0.0
         self._eager_hyper: dict[int, AdamStep] | None = None
         self._eager_units: set[int] = set()
         self._runtime: Runtime | None = None
@@ -104,7 +104,7 @@ class MegaTrainOptimizer(ZeROOptimizer, torch.optim.Optimizer):
     def runtime(self) -> Runtime:
         """The running engine's parts."""
         if self._runtime is None:
-            raise StateError("optimizer used after engine.destroy(): initialize a new engine first.")
+            raise StateError("optimizer call", ("a live engine",), "destroyed", "Call deepspeed.initialize again")
         return self._runtime
 
     @property
@@ -170,6 +170,11 @@ class MegaTrainOptimizer(ZeROOptimizer, torch.optim.Optimizer):
             raise ValueError(f"loss of shape {tuple(loss.shape)}: backward needs a scalar that has a grad_fn.")
         self.scale_if_loss(loss).backward(retain_graph=retain_graph)
 
+    def backward_prologue(self, loss: Any = None) -> Any:
+        """A backward pass begins, by `engine.backward` or by the user's own call (DeepSpeed's name for it)."""
+        self.runtime.executor.enter_backward()
+        return loss
+
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
         """A backward pass is over (DeepSpeed's name for it)."""
         self.runtime.executor.end_backward()
@@ -194,10 +199,7 @@ class MegaTrainOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         if runtime.executor.schedule.pending(unit):
             return
         if unit in self._eager_units:
-            raise StateError(
-                f"{runtime.units[unit].name} got a gradient after its update began: with gradient_clipping and "
-                'finite_check off, a step has one backward pass. Set "finite_check": true in the megatrain block.'
-            )
+            raise self._gradient_after_update(unit)
         if self._eager_hyper is None:
             runtime.access.reconcile()
             self._eager_hyper = self._read_groups(1.0 / self.loss_scale)
@@ -224,6 +226,8 @@ class MegaTrainOptimizer(ZeROOptimizer, torch.optim.Optimizer):
             hyper = self._read_groups(grad_scale)
             self._check_eager(hyper)
             for unit in runtime.update_order():
+                if unit in self._eager_units and any(runtime.store.units[unit].received):
+                    raise self._gradient_after_update(unit)
                 runtime.pipeline.update(unit, hyper, runtime.drain.arrivals(unit))
         self._eager_hyper, self._eager_units = None, set()
         runtime.tracer.step_done()
@@ -280,6 +284,15 @@ class MegaTrainOptimizer(ZeROOptimizer, torch.optim.Optimizer):
             position: read_group(group, decoupled=self._decoupled, grad_scale=grad_scale)
             for position, group in enumerate(self.optimizer.param_groups)
         }
+
+    def _gradient_after_update(self, unit: int) -> StateError:
+        return StateError(
+            f"gradient of {self.runtime.units[unit].name}",
+            ("no update begun",),
+            "update begun",
+            "With gradient_clipping and finite_check off a step has one backward pass, and a block's weights are used "
+            'in its forward only: set "finite_check": true in the megatrain block',
+        )
 
     def _check_eager(self, hyper: Mapping[int, AdamStep]) -> None:
         if self._eager_hyper is not None and self._eager_hyper != hyper:

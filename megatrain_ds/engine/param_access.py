@@ -13,17 +13,19 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
 
-    from megatrain_ds.engine.build import Runtime
     from megatrain_ds.engine.parameter_state import ParameterState
+    from megatrain_ds.model.units import Unit
 
 _ATTRIBUTES = ("_hp_mapping", "get_full_hp_param", "set_full_hp_param", "get_full_hp_grad", "set_full_hp_grad")
 
 
-def attach(runtime: Runtime, states: list[list[ParameterState]]) -> None:
+def attach(units: Sequence[Unit], states: Sequence[Sequence[ParameterState]]) -> None:
     """Give every parameter its `ds_status`, and every trainable one the functions."""
-    for unit in runtime.units:
+    for unit in units:
         for _, param in unit.parameters:
             # TRL reads it unguarded in stage 3.
             param.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
@@ -35,16 +37,16 @@ def attach(runtime: Runtime, states: list[list[ParameterState]]) -> None:
         _set(entry.param, "set_full_hp_grad", partial(_set_grad, entry))
 
 
-def detach(runtime: Runtime) -> None:
+def detach(units: Sequence[Unit]) -> None:
     """Undo `attach`."""
-    for unit in runtime.units:
+    for unit in units:
         for _, param in unit.parameters:
             for name in ("ds_status", *_ATTRIBUTES):
-                param.__dict__.pop(name, None)
+                vars(param).pop(name, None)
 
 
 def _set(param: nn.Parameter, name: str, value: object) -> None:
-    param.__dict__[name] = value
+    vars(param)[name] = value
 
 
 def _get_param(entry: ParameterState, optim_state_key: str | None = None) -> torch.Tensor:

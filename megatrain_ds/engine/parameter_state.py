@@ -53,7 +53,7 @@ class ParameterState:
         self.runtime.store.units[self.unit].steps[self.index] = step
 
     def view(self, kind: str) -> torch.Tensor:
-        """A live full-shape host view of "master", "exp_avg" or "exp_avg_sq" (fp32), or "compute"; waits for updates."""
+        """A live full-shape host view of "master", "exp_avg", "exp_avg_sq" (fp32) or "compute"; waits for updates."""
         self.runtime.pipeline.wait(self.unit)
         return self.runtime.store.units[self.unit].parameter_view(kind, self.index)
 
@@ -71,7 +71,7 @@ class ParameterState:
         self.runtime.pipeline.bump(self.unit)
 
     def gradient(self) -> torch.Tensor | None:
-        """A live full-shape host view of the gradient of this step, in the dtype it is kept in; None if there is none."""
+        """A live full-shape host view of this step's gradient, in the dtype it is kept in; None if there is none."""
         host = self.runtime.store.units[self.unit]
         if not host.received[self.index]:
             return None

@@ -10,7 +10,7 @@ import mmap
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -94,7 +94,7 @@ class HostArena:
         global _locked_bytes
         registered, self._registered = self._registered, []
         for pointer, size in registered:
-            torch.cuda.cudart().cudaHostUnregister(pointer)
+            _cudart().cudaHostUnregister(pointer)
             with _locked_guard:
                 _locked_bytes -= size
 
@@ -111,9 +111,9 @@ class HostArena:
             self.close()
             warnings.warn(
                 f"megatrain: the system refused to page-lock {self.num_bytes / 2**30:.2f} GiB for {self.name} "
-                f"(cudaHostRegister error {failed}). Training continues on pageable memory: right, but copies no longer "
-                'overlap. Raise the memlock limit ("ulimit -l unlimited"), or set "pin_memory": false in the megatrain '
-                "block to silence this.",
+                f"(cudaHostRegister error {failed}). Training continues on pageable memory: right, but copies no "
+                'longer overlap. Raise the memlock limit ("ulimit -l unlimited"), or set "pin_memory": false in the '
+                "megatrain block to silence this.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -131,8 +131,12 @@ class HostArena:
         return segments
 
 
+def _cudart() -> Any:
+    return torch.cuda.cudart()
+
+
 def _register(pointer: int, size: int) -> int:
     try:
-        return int(torch.cuda.cudart().cudaHostRegister(pointer, size, 0))
+        return int(_cudart().cudaHostRegister(pointer, size, 0))
     except RuntimeError:
         return -1

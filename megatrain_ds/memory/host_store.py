@@ -4,7 +4,8 @@
 A trainable weight exists up to four times. The *compute copy* (host, compute dtype) is what streams to the device and
 what `param.data` shows. The *slot copy* (device) lives from a fetch to the last use of one pass. The *master* (host,
 fp32) is what the optimizer steps; the update kernel writes the compute copy from it in the same pass. For fp32 weights
-master and compute copy are the same memory. User code may write the compute copy; `reconcile` carries that to the master.
+master and compute copy are the same memory. User code may write the compute copy; `reconcile` carries that to the
+master. The *device copy* of a root unit takes the place of the slot copy and stays.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class HostUnit:
     steps: list[int] = field(default_factory=list)
 
     def gradient_run(self, run_index: int) -> torch.Tensor:
-        """The gradient of a trainable run, flat [run.numel]: the accumulator if one is in use, else the arrived block."""
+        """The gradient of a trainable run, flat [run.numel]: the accumulator if in use, else the arrived block."""
         if self.accumulator is not None:
             gradient = self.accumulator[run_index]
             assert gradient is not None

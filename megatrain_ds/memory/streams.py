@@ -160,16 +160,16 @@ class CudaStreams(Streams):
             self.tracer.device_span(flow, label, start, end)
         return _CudaEvent(end)
 
-    def record_compute(self) -> Event:
+    def record_compute(self) -> Event:  # noqa: D102
         return _CudaEvent(self._record(torch.cuda.current_stream(self.device), timed=False))
 
-    def compute_wait(self, event: Event) -> None:
+    def compute_wait(self, event: Event) -> None:  # noqa: D102
         torch.cuda.current_stream(self.device).wait_event(event.event)  # type: ignore[attr-defined]
 
-    def mark(self) -> Any:
+    def mark(self) -> Any:  # noqa: D102
         return self._record(torch.cuda.current_stream(self.device), timed=True)
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: D102
         for stream in self._flows.values():
             stream.synchronize()
 
@@ -218,16 +218,16 @@ class HostStreams(Streams):
         self._queues[flow].put(task)
         return done
 
-    def record_compute(self) -> Event:
+    def record_compute(self) -> Event:  # noqa: D102
         return _HostEvent(reached=True)
 
-    def compute_wait(self, event: Event) -> None:
+    def compute_wait(self, event: Event) -> None:  # noqa: D102
         event.synchronize()
 
-    def mark(self) -> Any:
+    def mark(self) -> Any:  # noqa: D102
         return time.perf_counter()
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: D102
         for tasks in self._queues.values():
             tasks.put(None)
         for thread in self._threads:

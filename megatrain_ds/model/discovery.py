@@ -94,7 +94,8 @@ def _named_blocks(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.
             classes = sorted({type(module).__name__ for module in model.modules()})
             raise UnsupportedModelError(
                 f"megatrain.units names {name!r}, which is neither a module path nor a class of "
-                f"{type(model).__name__}. Name blocks by path (as in named_modules) or class, one of: {', '.join(classes)}."
+                f"{type(model).__name__}. Name blocks by path (as in named_modules) or by class, one of: "
+                f"{', '.join(classes)}."
             )
         for path, block in matched:
             # A list is named for its children: the list itself is never called.
@@ -104,7 +105,8 @@ def _named_blocks(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.
         inner = next((where for where, b in blocks.values() if b is not block and where.startswith(path + ".")), None)
         if inner is not None:
             raise UnsupportedModelError(
-                f"megatrain.units matches {inner!r} inside {path!r}: units must not contain each other. Name one of them."
+                f"megatrain.units matches {inner!r} inside {path!r}: units must not contain each other. "
+                "Name one of them."
             )
     return list(blocks.values())
 

@@ -159,7 +159,7 @@ def release(param: nn.Parameter) -> None:
     """Undo `adopt`: the parameter is a plain one again, with the values it shows now."""
     if type(param) is StreamedParameter:
         del param.megatrain_owner, param.megatrain_key
-        param.__class__ = nn.Parameter
+        param.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def raw_data(param: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,8 @@ import queue
 import threading
 from typing import TYPE_CHECKING
 
+from megatrain_ds.errors import add_note
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -81,8 +83,7 @@ class Worker:
                 try:
                     task()
                 except BaseException as error:  # noqa: BLE001 - raised again in every caller
-                    if hasattr(error, "add_note"):
-                        error.add_note(f"megatrain: raised in the host worker during {label}")
+                    add_note(error, f"megatrain: raised in the host worker during {label}")
                     with self._progress:
                         self._error = error
                         self._progress.notify_all()

@@ -132,7 +132,8 @@ def require_host_memory(footprint: Footprint, *, have_bytes: int) -> None:
         raise HostMemoryError(
             footprint.host_bytes,
             have_bytes,
-            f"The model has {footprint.num_parameters} parameters at {footprint.host_bytes_per_parameter:.1f} bytes of "
-            "host memory each (compute copy, gradient, fp32 master, two moments). Free memory, use a machine with more, "
-            'train fewer parameters (freeze some, or LoRA), or set "host_memory_limit_gib" in the megatrain block if the machine has more than it shows',
+            f"The model has {footprint.num_parameters} parameters at {footprint.host_bytes_per_parameter:.1f} bytes "
+            "of host memory each (compute copy, gradient, fp32 master, two moments). Free memory, use a machine with "
+            'more, train fewer parameters (freeze some, or LoRA), or set "host_memory_limit_gib" in the megatrain '
+            "block if the machine has more than it shows",
         )

@@ -130,9 +130,20 @@ class Executor:
                 self._tracer.device_span("compute", f"forward {self._names[unit]}", start, self._streams.mark())
         self._streamer.prefetch(self._schedule.next_forward(depth))
 
+    def enter_backward(self) -> None:
+        """A backward pass runs: its end will be noticed; idempotent within one.
+
+        The end is that of the pass in which this is first called. A reentrant checkpoint runs a pass within a pass, at
+        whose end units of the outer one may still be bound, so the outer one calls this at its start.
+        """
+        if not self._callback_queued:
+            self._callback_queued = True
+            self.phase = Phase.BACKWARD
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]
+
     def backward_weights(self, call: UnitCall) -> list[torch.Tensor]:
         """The weights of a call's unit, bound until `finish`."""
-        self._enter_backward()
+        self.enter_backward()
         if call.slot is None:
             self._schedule.observe_backward(call)
             ahead = self._schedule.next_backward(self._streamer.depth)
@@ -144,7 +155,7 @@ class Executor:
 
     def gradient(self, call: UnitCall, index: int, grad: torch.Tensor) -> None:
         """The gradient of parameter `index` of a call's unit is ready on the compute flow."""
-        self._enter_backward()
+        self.enter_backward()
         if call.buffer is None:
             call.buffer = self._drain.buffers.take()
             if call not in self._open:
@@ -152,9 +163,14 @@ class Executor:
         self._drain.put(call.buffer, call.unit, index, grad)
         call.arrived.append(index)
 
+    def parameter_gradient(self, unit: int, index: int, grad: torch.Tensor) -> None:
+        """The gradient of a streamed parameter that was used outside its block's forward; on any device."""
+        self.enter_backward()
+        self._drain.put_root(unit, index, grad.to(self.device))
+
     def root_gradient(self, unit: int, index: int, grad: torch.Tensor) -> None:
         """The gradient of a root parameter is ready on the compute flow."""
-        self._enter_backward()
+        self.enter_backward()
         self._drain.put_root(unit, index, grad)
 
     def finish(self, call: UnitCall) -> None:
@@ -203,9 +219,3 @@ class Executor:
                 RuntimeWarning,
                 stacklevel=2,
             )
-
-    def _enter_backward(self) -> None:
-        if not self._callback_queued:
-            self._callback_queued = True
-            self.phase = Phase.BACKWARD
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]

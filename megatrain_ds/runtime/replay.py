@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from megatrain_ds.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import nn
+# The dicts that make a module a module; `copy.copy` of one would cut the module off from its own tables.
+_MODULE_TABLES = frozenset(nn.Module().__dict__)
 
 
 def snapshot(tree: Any, name: str) -> Any:
@@ -57,40 +61,55 @@ class Replay:
         self._module, self._name = module, name
         self._mutable: set[tuple[int, str]] = set()
         self._observers: set[tuple[int, int]] = set()
+        self._known_modes: set[bool] = set()
 
     @contextlib.contextmanager
-    def first_run(self) -> Iterator[dict[tuple[int, str], torch.Tensor]]:
-        """The real forward. Yields the values, before it, of the buffers that it is known to change."""
-        before = {
+    def first_run(self) -> Iterator[Before]:
+        """The real forward. Yields what the block was before it, for the recompute."""
+        # In a mode that ran before, only the buffers it changed are copied. Batch norm writes its running statistics
+        # without raising their version, so the first run in a mode compares values.
+        known = self._module.training in self._known_modes
+        kept = {
             (id(module), key): buffer.clone()
             for module, key, buffer in self._buffers()
-            if (id(module), key) in self._mutable
+            if not known or (id(module), key) in self._mutable
         }
         versions = {(id(module), key): (buffer, buffer._version) for module, key, buffer in self._buffers()}
         with self._recording_hooks():
-            yield before
+            yield Before(kept, [(module, _plain_attributes(module)) for module in self._module.modules()])
         for module, key, buffer in self._buffers():
-            was = versions.get((id(module), key))
-            if was is not None and (was[0] is not buffer or was[1] != buffer._version):
-                self._mutable.add((id(module), key))
+            where = (id(module), key)
+            if where in versions and (versions[where] != (buffer, buffer._version) or not (known or _same(buffer, kept[where]))):
+                self._mutable.add(where)
+        self._known_modes.add(self._module.training)
 
     @contextlib.contextmanager
-    def second_run(self, before: dict[tuple[int, str], torch.Tensor]) -> Iterator[None]:
-        """The recompute: changed buffers get their old values for its length, observing hooks are left out."""
-        saved = [(module, key, buffer) for module, key, buffer in self._buffers() if (id(module), key) in self._mutable]
-        for module, key, buffer in saved:
-            module._buffers[key] = before.get((id(module), key), buffer).clone()
-        hooks = [(owner, table, dict(table)) for owner, table in self._hook_tables()]
-        for owner, table, entries in hooks:
-            for key in entries:
-                if (owner, key) in self._observers:
-                    del table[key]
+    def second_run(self, before: Before) -> Iterator[None]:
+        """The recompute: the block is as it was before the first run, observing hooks are left out.
+
+        Afterwards buffers, attributes and hooks are what they were; containers among the attributes did not grow.
+        """
+        buffers = [(module, key, buffer) for module, key, buffer in self._buffers() if (id(module), key) in self._mutable]
+        attributes = [(module, dict(module.__dict__)) for module in self._module.modules()]
+        hooks = [(table, dict(table)) for _, table in self._hook_tables()]
+        for module, key, buffer in buffers:
+            module._buffers[key] = before.buffers.get((id(module), key), buffer).clone()
+        for module, entries in attributes:
+            module.__dict__.update({key: copy.copy(value) for key, value in entries.items() if _is_container(key, value)})
+        for module, plain in before.attributes:
+            module.__dict__.update(plain)
+        for owner, table in self._hook_tables():
+            for key in [key for key in table if (owner, key) in self._observers]:
+                del table[key]
         try:
             yield
         finally:
-            for module, key, buffer in saved:
+            for module, entries in attributes:
+                module.__dict__.clear()
+                module.__dict__.update(entries)
+            for module, key, buffer in buffers:
                 module._buffers[key] = buffer
-            for _, table, entries in hooks:
+            for table, entries in hooks:
                 table.clear()
                 table.update(entries)
 
@@ -126,9 +145,17 @@ class Replay:
                     table[key] = getattr(hook, "megatrain_hook", hook)
 
     def _recorded(self, hook: Any, key: tuple[int, int]) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result = hook(*args, **kwargs)
-            if result is not None:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # A hook that returns nothing may still matter to the forward: it writes in place, or sets the weight that
+            # the module is about to use (weight norm and spectral norm in their older form).
+            versions = [(leaf, leaf._version) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            attributes = dict(module.__dict__)
+            result = hook(module, *args, **kwargs)
+            written = any(leaf._version != version for leaf, version in versions)
+            changed = attributes.keys() != module.__dict__.keys() or any(
+                value is not attributes[name] for name, value in module.__dict__.items()
+            )
+            if result is not None or written or changed:
                 self._observers.discard(key)
             return result
 
@@ -136,12 +163,38 @@ class Replay:
         return call
 
 
+@dataclass(frozen=True)
+class Before:
+    """A block before its real forward.
+
+    Attributes:
+        buffers: values of the buffers that it may change, by (module id, name).
+        attributes: per module, its attributes that are plain values (flags, counters, names).
+    """
+
+    buffers: dict[tuple[int, str], torch.Tensor]
+    attributes: list[tuple[nn.Module, dict[str, Any]]]
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    # Tensors are left out: keeping an earlier graph's output alive would keep that graph.
+    return {key: value for key, value in module.__dict__.items() if isinstance(value, (bool, int, float, str))}
+
+
+def _is_container(name: str, value: Any) -> bool:
+    return name not in _MODULE_TABLES and isinstance(value, (list, dict, set))
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) if a.is_floating_point() else torch.equal(a, b)
+
+
 def _is_cache(value: Any) -> bool:
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
 def _snapshot_cache(cache: Any, name: str) -> Any:
-    layers = getattr(cache, "layers", None)
+    layers: Any = getattr(cache, "layers", None)
     kinds = {type(layer).__name__ for layer in layers} if isinstance(layers, list) else {"none"}
     if not kinds <= {"DynamicLayer", "DynamicSlidingWindowLayer"}:
         raise UnsupportedModelError(

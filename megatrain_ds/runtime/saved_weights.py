@@ -40,7 +40,7 @@ class SavedWeights(torch.autograd.graph.saved_tensors_hooks):
         def pack(tensor: torch.Tensor) -> Any:
             if tensor.layout != torch.strided or tensor.untyped_storage().data_ptr() != slot:
                 return tensor
-            offset = tensor.storage_offset() * tensor.element_size()
+            offset = int(tensor.storage_offset()) * tensor.element_size()
             return _Placeholder(tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), offset)
 
         def unpack(packed: Any) -> torch.Tensor:

@@ -86,8 +86,7 @@ class Slot:
 
     def _require(self, action: str, *allowed: SlotState) -> None:
         if self.state not in allowed:
-            names = ", ".join(state.value for state in allowed)
-            raise StateError(f"weight slot cannot be {action} while {self.state.value}: allowed states are {names}.")
+            raise StateError(f"weight slot {action}", tuple(state.value for state in allowed), self.state.value)
 
 
 class SlotPool:

@@ -25,9 +25,11 @@ class Publication(Protocol):
 
     def version(self, unit: int) -> int:
         """Counts the updates of a unit; a slot with another version is stale."""
+        ...
 
     def is_current(self, unit: int) -> bool:
         """Whether no update of `unit` is under way."""
+        ...
 
     def wait(self, unit: int) -> None:
         """Block until no update of `unit` is under way; raises what a worker raised."""

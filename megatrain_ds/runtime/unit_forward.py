@@ -17,9 +17,10 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from megatrain_ds.errors import add_note
 from megatrain_ds.model.template import Template
 from megatrain_ds.runtime.executor import UnitCall
-from megatrain_ds.runtime.replay import Replay, snapshot
+from megatrain_ds.runtime.replay import Before, Replay, snapshot
 from megatrain_ds.runtime.saved_weights import SavedWeights
 
 if TYPE_CHECKING:
@@ -66,13 +67,21 @@ class UnitForward:
         self._forward = unit.module.forward
         # A positional tensor on the device: it is what makes checkpoint save and restore that device's random state.
         self._anchor = torch.empty(0, device=executor.device)
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def install(self) -> None:
-        """Redirect the module's forward."""
+        """Redirect the module's forward, and take the gradients of weights used outside it."""
         self._module.forward = self  # type: ignore[method-assign]
+        for index, (_, param) in enumerate(self._unit.parameters):
+            if self._trainable[index]:
+                hook = functools.partial(self._take_outside_gradient, index)
+                self._hooks.append(param.register_post_accumulate_grad_hook(hook))
 
     def remove(self) -> None:
         """Give the module its own forward back; idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         if self._module.__dict__.get("forward") is self:
             del self._module.forward
             if self._module.forward != self._forward:
@@ -91,8 +100,7 @@ class UnitForward:
             with self._executor.forward_weights(self._unit.index, None) as views, self._template.bound(views):
                 return self._owned(self._forward(*args, **kwargs), views)
         except Exception as error:
-            if hasattr(error, "add_note"):
-                error.add_note(f"megatrain: raised in unit {self._unit.name} ({type(self._module).__name__})")
+            add_note(error, f"megatrain: raised in unit {self._unit.name} ({type(self._module).__name__})")
             raise
 
     def _run_with_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -101,13 +109,13 @@ class UnitForward:
         if self._keep:
             return self._run_and_keep(call, args, kwargs)
         again = snapshot(args, self._unit.name), snapshot(kwargs, self._unit.name)
-        buffers: dict[tuple[int, str], torch.Tensor] | None = None
+        before: Before | None = None
 
         def run(_anchor: torch.Tensor) -> Any:
-            nonlocal buffers
-            if buffers is not None:
-                return self._recompute(call, buffers, *again)
-            with self._replay.first_run() as buffers:
+            nonlocal before
+            if before is not None:
+                return self._recompute(call, before, *again)
+            with self._replay.first_run() as before:
                 return self._first_run(call, args, kwargs)
 
         return checkpoint(run, self._anchor, use_reentrant=False)
@@ -118,14 +126,14 @@ class UnitForward:
             with self._template.bound(leaves):
                 return self._owned(self._forward(*args, **kwargs), views)
 
-    def _recompute(self, call: UnitCall, buffers: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _recompute(self, call: UnitCall, before: Before, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         views = self._executor.backward_weights(call)
         leaves = [
             view.detach().requires_grad_(trainable) for view, trainable in zip(views, self._trainable, strict=True)
         ]
         with (
             torch.profiler.record_function(f"megatrain::recompute ({self._unit.name})"),
-            self._replay.second_run(buffers),
+            self._replay.second_run(before),
             self._template.bound(leaves),
         ):
             return self._forward(*args, **kwargs)
@@ -154,6 +162,13 @@ class UnitForward:
             changed = hook(grad)
             grad = grad if changed is None else changed
         self._executor.gradient(call, index, grad)
+
+    def _take_outside_gradient(self, index: int, param: torch.Tensor) -> None:
+        # The parameter itself was used: a weight read by a loss, a part of the block called by itself, or a reentrant
+        # checkpoint inside the block, whose backward runs when no weights are bound.
+        grad, param.grad = param.grad, None
+        assert grad is not None
+        self._executor.parameter_gradient(self._unit.index, index, grad)
 
     def _through_boundary(
         self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]
