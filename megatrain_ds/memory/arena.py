@@ -27,6 +27,8 @@ _REGISTRATION_THREADS = 4
 
 _locked_bytes = 0
 _locked_guard = threading.Lock()
+# A refusal is about the process, not about one arena: it is told once.
+_refusal_told = False
 
 
 def locked_bytes() -> int:
@@ -109,9 +111,15 @@ class HostArena:
         failed = next((code for code in codes if code != 0), 0)
         if failed:
             self.close()
+            self._tell_refusal(failed)
+
+    def _tell_refusal(self, code: int) -> None:
+        global _refusal_told
+        if not _refusal_told:
+            _refusal_told = True
             warnings.warn(
                 f"megatrain: the system refused to page-lock {self.num_bytes / 2**30:.2f} GiB for {self.name} "
-                f"(cudaHostRegister error {failed}). Training continues on pageable memory: right, but copies no "
+                f"(cudaHostRegister error {code}). Training continues on pageable memory: right, but copies no "
                 'longer overlap. Raise the memlock limit ("ulimit -l unlimited"), or set "pin_memory": false in the '
                 "megatrain block to silence this.",
                 RuntimeWarning,
