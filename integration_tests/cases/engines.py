@@ -16,7 +16,9 @@ Tensors = dict[str, torch.Tensor]
 LR = 1e-2
 
 
-def ds_config(*, flag: bool = True, dtype: torch.dtype = torch.float32, block: Mapping | None = None, **keys: Any) -> dict:
+def ds_config(
+    *, flag: bool = True, dtype: torch.dtype = torch.float32, block: Mapping | None = None, **keys: Any
+) -> dict:
     """Stock ZeRO-3 with both offloads, and the flag's line; `keys` override the rest."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -28,6 +30,7 @@ def ds_config(*, flag: bool = True, dtype: torch.dtype = torch.float32, block: M
             "offload_optimizer": {"device": "cpu"},
         },
         "data_types": {"grad_accum_dtype": "fp32"},
+        "gradient_clipping": 0.0,
         "steps_per_print": 1000000,
     }
     if dtype is torch.bfloat16:

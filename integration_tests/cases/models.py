@@ -45,7 +45,9 @@ class Stack(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-def token_batches(device: torch.device, count: int, *, seed: int = 1, rows: int = 2, length: int = 12) -> list[torch.Tensor]:
+def token_batches(
+    device: torch.device, count: int, *, seed: int = 1, rows: int = 2, length: int = 12
+) -> list[torch.Tensor]:
     """`count` batches of random tokens, int64 [rows, length]."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, VOCABULARY, (rows, length), generator=generator).to(device) for _ in range(count)]

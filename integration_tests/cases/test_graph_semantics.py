@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from integration_tests.cases.engines import (
+    LR,
     Reference,
     assert_plain_gradients,
     assert_same_bits,
+    assert_within,
     gradients,
     initialize,
     masters,
@@ -237,27 +241,24 @@ def test_skipped_block_is_left_alone(start, device, clip, finite_check) -> None:
     """Neither an old gradient nor a moment's decay reaches a block that did not run; the others match plain PyTorch."""
     model = skipping_model()
     reference = Reference(copy.deepcopy(model).to(device), clip=clip)
-    reordered = Reference(copy.deepcopy(model).to(device), clip=clip)
-    block = {"finite_check": finite_check, "update_kernel": "torch"}
-    engine = start(model, gradient_clipping=clip, block=block)
+    fused = functools.partial(torch.optim.AdamW, lr=LR, weight_decay=0.01, fused=True)
+    kernel = functools.partial(DeepSpeedCPUAdam, lr=LR, weight_decay=0.01)
+    makes = (None, fused, kernel, kernel) if device.type == "cpu" else (None, fused, None, fused)
+    others = [Reference(copy.deepcopy(model).to(device), clip=clip, make=make) for make in makes]
+    engine = start(model, gradient_clipping=clip, block={"finite_check": finite_check})
     for position, ids in enumerate(token_batches(device, 6)):
         skip = (-1, 2, 2, 0, -1, 3)[position]
-        engine.module.skip = reference.model.skip = reordered.model.skip = skip
+        for which in (engine.module, reference.model, *(other.model for other in others)):
+            which.skip = skip
         before = {name: value for name, value in state(engine).items() if f"blocks.{skip}." in name}
         engine.backward(engine(ids))
         engine.step()
         after = state(engine)
         assert_same_bits({name: after[name] for name in before}, before)
-        for plain, rows in ((reference, ids), (reordered, ids.flip(0))):
+        for plain, rows in zip((reference, *others), (ids, ids.flip(0), ids, ids, ids.flip(0)), strict=True):
             plain.backward(plain.model(rows))
             plain.step()
-    within(masters(engine), reference.masters(), reordered.masters())
-
-
-def within(actual, expected, other) -> None:
-    from integration_tests.cases.engines import assert_within
-
-    assert_within(actual, expected, [other])
+    assert_within(masters(engine), reference.masters(), [other.masters() for other in others])
 
 
 @KEEP_OR_RECOMPUTE
@@ -389,8 +390,7 @@ def test_parameter_hooks_registered_after_the_engine(start, device) -> None:
     engine = start(model)
     for which in (twin, model):
         which.blocks[2].down.weight.register_hook(lambda grad: grad * 3)
-        which.blocks[1].down.weight.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(5))
-        which.head.weight.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(7))
+        which.head.weight.register_hook(lambda grad: grad * 5)
     ids = ids_of(device)
     twin(ids).backward()
     engine.backward(engine(ids))
@@ -465,9 +465,7 @@ def test_mixed_dtypes_in_one_block(start, device, activations) -> None:
             return hidden + self.down(F.gelu(inner))
 
     model = Stack(*[Mixed() for _ in range(3)])
-    engine = assert_plain_gradients(
-        start, model, with_loss(device), device=device, block={"activations": activations}
-    )
+    engine = assert_plain_gradients(start, model, with_loss(device), device=device, block={"activations": activations})
     assert engine.module.blocks[0].up.weight.dtype is torch.bfloat16
     assert engine.module.blocks[0].down.weight.dtype is torch.float32
 
@@ -594,3 +592,89 @@ def test_gradient_of_a_part_by_autograd_grad(start, device, activations) -> None
     twin(ids).backward()
     engine.backward(engine(ids))
     assert_same_bits(gradients(engine), plain_gradients(twin))
+
+
+@KEEP_OR_RECOMPUTE
+def test_hook_that_writes_in_place_and_returns_nothing(start, device, activations) -> None:
+    def scale(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
+        output.mul_(0.5)
+
+    model = Stack()
+    for block in model.blocks:
+        block.up.register_forward_hook(scale)
+    assert_plain_gradients(start, model, with_loss(device), device=device, block={"activations": activations})
+
+
+@KEEP_OR_RECOMPUTE
+def test_counters_and_lists_on_a_module(start, device, activations) -> None:
+    """A Python counter decides what a forward does, and a list on the module grows: both once a forward."""
+
+    class Counts(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.trail = 0, []
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            self.trail.append(self.calls)
+            return super().forward(hidden * (2.0 if self.calls % 2 else 0.5))
+
+    model = Stack(*[Counts() for _ in range(3)])
+    engine = assert_plain_gradients(
+        start, model, with_loss(device), device=device, rounds=3, block={"activations": activations}
+    )
+    assert [block.calls for block in engine.module.blocks] == [3, 3, 3]
+    assert engine.module.blocks[0].trail == [1, 2, 3]
+
+
+def test_mode_changed_between_forward_and_backward(start, device) -> None:
+    """Dropout of the forward counts in the recompute although `eval()` came in between."""
+    model = Stack()
+    for block in model.blocks:
+        block.up = nn.Sequential(nn.Dropout(0.5), block.up)
+    twin = copy.deepcopy(model).to(device)
+    engine = start(model)
+    ids = ids_of(device)
+    for which, backward in ((twin, torch.Tensor.backward), (engine, engine.backward)):
+        which.train()
+        torch.manual_seed(5)
+        loss = which(ids)
+        which.eval()
+        backward(loss)
+    assert not any(module.training for module in engine.module.modules())
+    assert_same_bits(gradients(engine), plain_gradients(twin))
+
+
+def test_reentrant_pass_inside_a_pass_whose_units_are_bound(start, device) -> None:
+    """A unit stays bound while a reentrant checkpoint behind it runs a whole backward of its own."""
+
+    class Model(Stack):
+        def __init__(self) -> None:
+            super().__init__(*[WithAuxiliary() for _ in range(6)])
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            hidden = self.embed(ids)
+            hidden = self.blocks[0](hidden)
+            inner = checkpoint(self.tail, self.blocks[0].auxiliary * hidden, use_reentrant=True)
+            return self.head(self.norm(inner)).pow(2).mean()
+
+        def tail(self, hidden: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks[1:]:
+                hidden = block(hidden)
+            return hidden
+
+    assert_plain_gradients(start, Model(), with_loss(device), device=device)
+
+
+def test_late_gradient_of_a_weight_used_outside_is_refused(start, device) -> None:
+    """With updates in backward, a gradient that comes after its unit's update is an error, never a second step."""
+
+    class Model(Stack):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            weight = self.blocks[3].up.weight
+            return self.head(self.norm(self.middle(self.embed(ids) * (weight.T @ weight).mean()))).pow(2).mean()
+
+    engine = start(Model(), block={"finite_check": False})
+    engine.backward(engine(ids_of(device)))
+    with pytest.raises(RuntimeError, match=r"blocks\.3.*finite_check"):
+        engine.step()

@@ -79,7 +79,9 @@ class Replay:
             yield Before(kept, [(module, _plain_attributes(module)) for module in self._module.modules()])
         for module, key, buffer in self._buffers():
             where = (id(module), key)
-            if where in versions and (versions[where] != (buffer, buffer._version) or not (known or _same(buffer, kept[where]))):
+            if where in versions and (
+                versions[where] != (buffer, buffer._version) or not (known or _same(buffer, kept[where]))
+            ):
                 self._mutable.add(where)
         self._known_modes.add(self._module.training)
 
@@ -89,13 +91,17 @@ class Replay:
 
         Afterwards buffers, attributes and hooks are what they were; containers among the attributes did not grow.
         """
-        buffers = [(module, key, buffer) for module, key, buffer in self._buffers() if (id(module), key) in self._mutable]
+        buffers = [
+            (module, key, buffer) for module, key, buffer in self._buffers() if (id(module), key) in self._mutable
+        ]
         attributes = [(module, dict(module.__dict__)) for module in self._module.modules()]
         hooks = [(table, dict(table)) for _, table in self._hook_tables()]
         for module, key, buffer in buffers:
             module._buffers[key] = before.buffers.get((id(module), key), buffer).clone()
         for module, entries in attributes:
-            module.__dict__.update({key: copy.copy(value) for key, value in entries.items() if _is_container(key, value)})
+            module.__dict__.update(
+                {key: copy.copy(value) for key, value in entries.items() if _is_container(key, value)}
+            )
         for module, plain in before.attributes:
             module.__dict__.update(plain)
         for owner, table in self._hook_tables():
