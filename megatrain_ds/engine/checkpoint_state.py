@@ -18,6 +18,8 @@ from megatrain_ds.engine.optimizer import MegaTrainOptimizer
 from megatrain_ds.errors import CheckpointError, explain
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from megatrain_ds.checkpoint.saved_state import SavedState
     from megatrain_ds.engine.build import Runtime
 
@@ -163,6 +165,14 @@ class CheckpointState:
         if with_state and self.optimizer is not None:
             restore.check_groups(self.optimizer, saved.optimizer)
         return assignments
+
+    def apply(self, saved: SavedState, assignments: Sequence[restore.Assignment], *, with_state: bool) -> None:
+        """Do what `plan` said, and with `with_state` restore hyper-parameters and loss scaler."""
+        self.settle()
+        if with_state and self.optimizer is not None:
+            restore.apply_optimizer_settings(self.optimizer, saved.optimizer)
+        for assignment in assignments:
+            assignment.apply()
 
     def load_buffers(self, saved: SavedState) -> None:
         """Load what in the module's state dict is no parameter."""

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain_ds.checkpoint import deepspeed_layout, restore, rng
+from megatrain_ds.checkpoint import deepspeed_layout, rng
 from megatrain_ds.checkpoint.archive import write_archive
 from megatrain_ds.checkpoint.atomic import recover, replace_file, replacing_file, replacing_folder
 from megatrain_ds.checkpoint.saved_state import read_checkpoint
@@ -124,11 +124,7 @@ class CheckpointingMixin(_Engine):
         state.drop_gradients()
         if custom_load_fn is not None:
             custom_load_fn(src=saved.weights(), dst=self.module)
-        state.settle()
-        if with_state and state.optimizer is not None:
-            restore.apply_optimizer_settings(state.optimizer, saved.optimizer)
-        for assignment in assignments:
-            assignment.apply()
+        state.apply(saved, assignments, with_state=with_state)
         if by_name:
             state.load_buffers(saved)
         if not load_module_only:
