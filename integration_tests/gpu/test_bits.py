@@ -12,8 +12,10 @@ from integration_tests.gpu.tools import Run, batches, engine_of, same_bits, smal
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize(("accumulation", "clip"), [(1, 1.0), (4, 1.0), (1, 0.0)])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "accumulation", "clip"),
+    [("fp32", 1, 1.0), ("bf16", 1, 1.0), ("bf16", 3, 1.0), ("bf16", 1, 0.0), ("fp16", 1, 1.0), ("fp16", 3, 0.0)],
+)
 def test_overlapped_equals_synchronous_after_50_steps(precision: str, accumulation: int, clip: float) -> None:
     settings = {"steps": 50, "accumulation": accumulation, "clip": clip}
     overlapped = train(precision, block={}, **settings)

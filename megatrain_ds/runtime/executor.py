@@ -102,11 +102,14 @@ class Executor:
         if self.phase is Phase.BACKWARD or self._open:
             self.reset_iteration("the last backward pass did not end")
         self.phase = Phase.FORWARD
+        # The last step's root gradients must not stand beside this step's activations.
+        self._drain.reap()
         self._schedule.begin_forward()
         self._streamer.prefetch(self._schedule.first_forward(self._streamer.depth))
 
     def end_forward(self) -> None:
         """The forward of the whole model is over."""
+        self._drain.reap()
         if self.phase is Phase.FORWARD:
             self.phase = Phase.IDLE
 

@@ -108,7 +108,7 @@ class GradientDrain:
         host = self._store.units[unit]
         grad = grad.to_dense() if grad.is_sparse else grad.contiguous()
         self._measure(unit, index, grad)
-        self._reap()
+        self.reap()
         after = [self._streams.record_compute()]
         label = f"gradient {host.layout.placements[index].spec.name}"
         if self._goes_direct(unit, [index]):
@@ -118,6 +118,14 @@ class GradientDrain:
         else:
             self._put_root_in_pieces(unit, index, grad, after, label)
         self._mark_received(host, [index])
+
+    def reap(self, *, wait: bool = False) -> None:
+        """Let go of gradients whose copies have ended; `wait` for those that have not."""
+        # A copy reads the gradient until its event: the pair is dropped only then.
+        if wait:
+            for _, event in self._in_flight:
+                event.synchronize()
+        self._in_flight = [(grad, event) for grad, event in self._in_flight if not event.query()]
 
     def arrivals(self, unit: int) -> list[Event]:
         """Events after which the directly sent gradients of `unit` are on the host; each is handed out once."""
@@ -160,7 +168,7 @@ class GradientDrain:
 
     def close(self) -> None:
         """Free pinned memory; idempotent."""
-        self._reap(wait=True)
+        self.reap(wait=True)
         if self._staging is not None:
             self._staging.arena.close()
 
@@ -241,12 +249,6 @@ class GradientDrain:
             return 0.0
         return self._pipeline.kernel.sum_of_squares(host.parameter_view("gradient", index).reshape(-1)) ** 0.5
 
-    def _reap(self, *, wait: bool = False) -> None:
-        # A copy reads the gradient until its event: the pair is dropped only then.
-        if wait:
-            for _, event in self._in_flight:
-                event.synchronize()
-        self._in_flight = [(grad, event) for grad, event in self._in_flight if not event.query()]
 
 
 def _byte_spans(host: HostUnit, indices: Sequence[int]) -> Iterator[tuple[int, int]]:
