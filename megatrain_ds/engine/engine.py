@@ -5,6 +5,7 @@ Documentation and delegation: what DeepSpeed's callers touch is here, the work i
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +23,11 @@ from megatrain_ds.engine.build import Runtime, StepPolicy, build_runtime
 from megatrain_ds.engine.checkpointing import CheckpointingMixin
 from megatrain_ds.engine.full_parameters import gather_partitioned
 from megatrain_ds.engine.optimizer import MegaTrainOptimizer, StepSettings
+from megatrain_ds.model.compiled import check_not_compiled, refuse_compiled
 from megatrain_ds.optim.hyperparameters import adam_mode, make_holder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
@@ -77,6 +79,7 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
     def _configure_distributed_model(self, model: nn.Module) -> None:
         check_world_size(dist.get_world_size())
         self._megatrain_config = MegaTrainConfig.from_deepspeed(self._config)
+        check_not_compiled(model)
         gather_partitioned(model)
         # The model stays on the host: only root units move, once they are known.
         self.dont_change_device = True
@@ -199,7 +202,27 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
             raise
 
     def zero_grad(self) -> None:
-        """Nothing to clear: gradients leave the device as they come, and a step consumes them."""
+        """Drop `param.grad` of parameters that no optimizer steps; the others' gradients a step consumes."""
+        for param in self._model.parameters():
+            param.grad = None
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Several backward passes inside, one `step()` after: their gradients add up; see `DeepSpeedEngine`."""
+        before = self._is_gradient_accumulation_boundary
+        self._is_gradient_accumulation_boundary = False
+        try:
+            yield
+        finally:
+            self._is_gradient_accumulation_boundary = before
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Refused: the compiler would trace through the streaming of weights.
+
+        Raises:
+            UnsupportedModelError: always.
+        """
+        raise refuse_compiled("engine.compile()", type(self._model).__name__)
 
     def module_state_dict(
         self,
