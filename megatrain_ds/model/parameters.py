@@ -130,7 +130,8 @@ class StreamedParameter(nn.Parameter):
         for param in streamed:
             param.megatrain_owner.before_access(param)
         with torch._C.DisableTorchFunctionSubclass():
-            if func is _SET_DATA:
+            # A descriptor makes a new setter at every look-up: equal, never the same.
+            if func == _SET_DATA:
                 return _assign_data(*args)
             versions = [param._version for param in streamed]
             result = func(*args, **kwargs)
