@@ -79,9 +79,10 @@ class Replay:
             yield Before(kept, [(module, _plain_attributes(module)) for module in self._module.modules()])
         for module, key, buffer in self._buffers():
             where = (id(module), key)
-            if where in versions and (
-                versions[where] != (buffer, buffer._version) or not (known or _same(buffer, kept[where]))
-            ):
+            if where not in versions:
+                continue
+            old, version = versions[where]
+            if buffer is not old or buffer._version != version or not (known or _same(buffer, kept[where])):
                 self._mutable.add(where)
         self._known_modes.add(self._module.training)
 
@@ -200,6 +201,20 @@ def _is_cache(value: Any) -> bool:
 
 
 def _snapshot_cache(cache: Any, name: str) -> Any:
+    copied = copy.copy(cache)
+    parts = {key: value for key, value in vars(cache).items() if key != "layers"}
+    for key, value in parts.items():
+        if _is_cache(value):
+            # An encoder-decoder cache holds two.
+            setattr(copied, key, _snapshot_cache(value, name))
+        elif isinstance(value, (list, dict, set)):
+            setattr(copied, key, copy.copy(value))
+    if not any(_is_cache(value) for value in parts.values()):
+        copied.layers = _snapshot_cache_layers(cache, name)
+    return copied
+
+
+def _snapshot_cache_layers(cache: Any, name: str) -> list[Any]:
     layers: Any = getattr(cache, "layers", None)
     kinds = {type(layer).__name__ for layer in layers} if isinstance(layers, list) else {"none"}
     if not kinds <= {"DynamicLayer", "DynamicSlidingWindowLayer"}:
@@ -208,7 +223,5 @@ def _snapshot_cache(cache: Any, name: str) -> Any:
             "the recompute in backward would write it a second time. Pass use_cache=False (or past_key_values=None) "
             "when training."
         )
-    copied = copy.copy(cache)
     # Dynamic layers rebind their tensors when they grow, so that a shallow copy keeps what they held before.
-    copied.layers = [copy.copy(layer) for layer in layers]
-    return copied
+    return [copy.copy(layer) for layer in layers]
