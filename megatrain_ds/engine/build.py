@@ -146,9 +146,9 @@ def build_runtime(
         pin=_pins(config, device),
         direct_gradients=not policy.accumulates,
         accumulation_dtype=policy.accumulation_dtype,
+        load=lambda views: _move_values(units, views),
         prefault=kernel.prefault,
     )
-    _move_values(units, store)
     runtime = _compose(units, layouts, footprint, store, kernel, config, policy, device, on_unit_done)
     _take_over(runtime)
     _log(runtime)
@@ -279,16 +279,13 @@ def _make_tracer(config: MegaTrainConfig, device: torch.device) -> NullTracer:
     return ChromeTracer(config.trace_file, skip_steps=2, num_steps=config.trace_steps, use_cuda=device.type == "cuda")
 
 
-def _move_values(units: Sequence[Unit], store: HostStore) -> None:
-    # Parameter by parameter, so that the model is never held twice.
+def _move_values(units: Sequence[Unit], views: Sequence[Sequence[torch.Tensor]]) -> None:
+    # Parameter by parameter, so that the model is held once; its own memory is free before optimizer state is made.
     with torch.no_grad():
-        for unit, host in zip(units, store.units, strict=True):
-            for (_, param), view in zip(unit.parameters, host.compute, strict=True):
+        for unit, unit_views in zip(units, views, strict=True):
+            for (_, param), view in zip(unit.parameters, unit_views, strict=True):
                 view.copy_(param.data)
                 param.data = view
-            for state in host.states:
-                if state is not None and state.master.data_ptr() != state.compute.data_ptr():
-                    state.master.copy_(state.compute)
 
 
 def _take_over(runtime: Runtime) -> None:

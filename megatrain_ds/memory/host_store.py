@@ -124,6 +124,8 @@ class HostStore:
         direct_gradients: keep a pinned gradient block a unit (one micro-batch a step). Otherwise gradients pass through
             a staging ring into accumulators.
         accumulation_dtype: dtype of accumulators.
+        load: called with the compute views of every unit before anything else is allocated; it fills them, and may
+            free where the values came from. None leaves them zero.
         prefault: touches pages from many threads, or None.
 
     Attributes:
@@ -137,12 +139,19 @@ class HostStore:
         pin: bool,
         direct_gradients: bool,
         accumulation_dtype: torch.dtype,
+        load: Callable[[list[list[torch.Tensor]]], None] | None = None,
         prefault: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self.accumulation_dtype = accumulation_dtype
         self._compute = HostArena(
             "compute weights", [layout.compute_bytes for layout in layouts], pin=pin, prefault=prefault
         )
+        compute = [
+            [view for view in block_views(self._compute.block(index), layout) if view is not None]
+            for index, layout in enumerate(layouts)
+        ]
+        if load is not None:
+            load(compute)
         gradient_bytes = [layout.gradient_bytes if direct_gradients else 0 for layout in layouts]
         self._gradient = HostArena("gradients", gradient_bytes, pin=pin, prefault=prefault)
         self._master = HostArena("master weights", [4 * x.master_numel for x in layouts], pin=False, prefault=prefault)
@@ -150,7 +159,9 @@ class HostStore:
         self._exp_avg = HostArena("first moments", moments, pin=False, prefault=prefault)
         self._exp_avg_sq = HostArena("second moments", moments, pin=False, prefault=prefault)
         self._accumulators: list[HostArena] = []
-        self.units = [self._make_unit(index, layout, direct_gradients) for index, layout in enumerate(layouts)]
+        self.units = [
+            self._make_unit(index, layout, compute[index], direct_gradients) for index, layout in enumerate(layouts)
+        ]
         if not direct_gradients:
             self._allocate_accumulators(range(len(layouts)), prefault)
 
@@ -192,9 +203,10 @@ class HostStore:
                 for run in unit.layout.runs
             ]
 
-    def _make_unit(self, index: int, layout: UnitLayout, direct_gradients: bool) -> HostUnit:
+    def _make_unit(
+        self, index: int, layout: UnitLayout, compute: list[torch.Tensor], direct_gradients: bool
+    ) -> HostUnit:
         block = self._compute.block(index)
-        compute = [view for view in block_views(block, layout) if view is not None]
         count = len(layout.placements)
         return HostUnit(
             layout=layout,
@@ -215,6 +227,7 @@ class HostStore:
         if run.master_offset is not None:
             flat = self._master.block(index).view(torch.float32)
             master = flat[run.master_offset : run.master_offset + run.numel]
+            master.copy_(compute)
         return RunState(
             compute=compute,
             master=master,
