@@ -114,14 +114,14 @@ class SlotPool:
                 return slot
         return None
 
-    def free(self, keep: Collection[int]) -> Slot | None:
-        """A slot that nobody uses and whose unit is not in `keep`; None if there is none."""
+    def free(self, keep: Collection[tuple[int, int]]) -> Slot | None:
+        """A slot that nobody uses and whose (unit, version) is not in `keep`; None if there is none."""
         for slot in self.slots:
-            if slot.users == 0 and (slot.state is SlotState.EMPTY or slot.unit not in keep):
+            if slot.users == 0 and (slot.state is SlotState.EMPTY or (slot.unit, slot.version) not in keep):
                 return slot
         return None
 
-    def free_or_grow(self, keep: Collection[int]) -> Slot:
+    def free_or_grow(self, keep: Collection[tuple[int, int]]) -> Slot:
         """As `free`; takes a kept slot before it makes one more."""
         slot = self.free(keep) or self.free(())
         if slot is None:

@@ -81,7 +81,7 @@ class WeightStreamer:
             if not self._publication.is_current(unit):
                 with self._tracer.host_span("wait", f"update of {self._names[unit]}"):
                     self._publication.wait(unit)
-            slot = self._pool.free_or_grow(keep)
+            slot = self._pool.free_or_grow(self._at_version(keep))
             self._fill(slot, unit)
         slot.bind()
         assert slot.ready is not None
@@ -99,7 +99,7 @@ class WeightStreamer:
                 continue
             if not self._publication.is_current(unit):
                 return
-            slot = self._pool.free(keep=upcoming)
+            slot = self._pool.free(keep=self._at_version(upcoming))
             if slot is None:
                 return
             self._fill(slot, unit)
@@ -107,6 +107,10 @@ class WeightStreamer:
     def reset(self) -> None:
         """Forget every slot (after a failure)."""
         self._pool.drop_all()
+
+    def _at_version(self, units: Sequence[int]) -> list[tuple[int, int]]:
+        # A stale copy of a unit is worth nothing: its slot must not be kept for it.
+        return [(unit, self._publication.version(unit)) for unit in units]
 
     def _fill(self, slot: Slot, unit: int) -> None:
         host = self._host_units[unit]
