@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatrain_ds.errors import StateError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -215,6 +217,8 @@ class HostStreams(Streams):
             else:
                 done.set()
 
+        if not self._threads:
+            raise StateError(f"{flow} copy of {label}", ("open",), "closed", "Finish backward before destroy()")
         self._queues[flow].put(task)
         return done
 

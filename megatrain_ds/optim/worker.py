@@ -10,7 +10,7 @@ import queue
 import threading
 from typing import TYPE_CHECKING
 
-from megatrain_ds.errors import add_note
+from megatrain_ds.errors import StateError, add_note
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +29,7 @@ class Worker:
         self._submitted = 0
         self._completed = 0
         self._error: BaseException | None = None
+        self._stopped = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -41,8 +42,14 @@ class Worker:
 
         Returns:
             Its ticket, a count from 1 for `wait`.
+
+        Raises:
+            StateError: the worker was stopped; nothing would ever run the task.
+            BaseException: the first error of any task, as it was raised.
         """
         self._raise_error()
+        if self._stopped:
+            raise StateError(f"submit of {label}", ("running",), "stopped", "Finish the step before destroy()")
         self._submitted += 1
         self._tasks.put((self._submitted, task, label))
         return self._submitted
@@ -68,6 +75,7 @@ class Worker:
 
     def stop(self) -> None:
         """Finish what is queued and end the thread; idempotent. Never raises."""
+        self._stopped = True
         if self._thread.is_alive():
             self._tasks.put(None)
             self._thread.join()
