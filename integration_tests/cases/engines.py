@@ -69,7 +69,7 @@ def initialize(
 
 
 def gradients(engine: Any) -> Tensors:
-    """Every trainable parameter's gradient of this step, through DeepSpeed's public function; zeros where there is none."""
+    """Every trainable parameter's gradient of this step, by DeepSpeed's public function; zeros where there is none."""
     return {name: safe_get_full_grad(p).clone() for name, p in engine.module.named_parameters() if p.requires_grad}
 
 
@@ -135,6 +135,7 @@ def assert_plain_gradients(
     *,
     device: torch.device,
     rounds: int = 2,
+    prepare: Callable[[nn.Module], None] = lambda twin: None,
     **config: Any,
 ) -> Any:
     """The engine's gradients of `run(model)` equal plain autograd's to the bit, twice in a row.
@@ -145,12 +146,14 @@ def assert_plain_gradients(
         run: takes the model or the engine and returns the loss; it may not keep state outside the model.
         device: where the plain copy runs.
         rounds: forwards and backwards; from the second on the recorded order and mutable buffers are known.
+        prepare: called with the plain copy.
         config: for `start`.
 
     Returns:
         The engine.
     """
     twin = copy.deepcopy(model).to(device)
+    prepare(twin)
     engine = start(model, **config)
     for round_ in range(rounds):
         torch.manual_seed(round_)
@@ -159,11 +162,20 @@ def assert_plain_gradients(
         torch.manual_seed(round_)
         loss = run(engine)
         assert torch.equal(loss.detach(), expected_loss.detach())
-        engine.backward(loss)
+        engine.backward(loss, scale_wrt_gas=False)
         assert_same_bits(gradients(engine), plain_gradients(twin))
         twin.zero_grad()
         engine.reset_iteration()
     return engine
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast parameters as DeepSpeed does: buffers keep fp32."""
+    buffers = {id(owner): dict(owner._buffers) for owner in model.modules()}
+    model.to(dtype)
+    for owner in model.modules():
+        owner._buffers.update(buffers[id(owner)])
+    return model
 
 
 class Reference:
@@ -184,7 +196,7 @@ class Reference:
         clip: float = 0.0,
         make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
     ) -> None:
-        self.model = model.to(dtype)
+        self.model = cast(model, dtype)
         self.clip = clip
         self.pairs = [(p, nn.Parameter(p.detach().float().clone())) for p in self.model.parameters() if p.requires_grad]
         build = make or (lambda parameters: torch.optim.AdamW(parameters, lr=LR, weight_decay=0.01))

@@ -130,7 +130,7 @@ def test_keyword_argument_requires_grad(start, device, activations) -> None:
 
 @KEEP_OR_RECOMPUTE
 def test_only_a_keyword_argument_requires_grad(start, device, activations) -> None:
-    """No block input needs a gradient but one inside a dict: gradients still come, in every unit, and no buffer stays."""
+    """No block input needs a gradient but one inside a dict: gradients still come, in every unit."""
 
     class Reads(Block):
         def forward(self, hidden: torch.Tensor, extras: dict) -> torch.Tensor:
