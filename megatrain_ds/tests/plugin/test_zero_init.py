@@ -252,9 +252,11 @@ def build_parts() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_context_leaves_nothing_behind(fails):
+    # The first context of a process also imports and builds DeepSpeed's communication.
+    context = deepspeed.zero.Init(config_dict_or_path=BF16)
     before = public_state()
     expected = pytest.raises(BreaksError) if fails else contextlib.nullcontext()
-    with expected, deepspeed.zero.Init(config_dict_or_path=BF16):
+    with expected, context:
         assert torch.zeros is not before["torch"]["zeros"]
         build_parts()
         if fails:
@@ -288,6 +290,19 @@ def test_nested_contexts_end_one_by_one():
         outer = nn.Linear(3, 2)
     assert (inner.weight.dtype, outer.weight.dtype) == (torch.bfloat16, torch.bfloat16)
     assert nn.Linear(3, 2).weight.dtype is torch.float32
+
+
+def test_deepspeed_may_suspend_the_context_while_it_builds_an_engine():
+    context = deepspeed.zero.Init(config_dict_or_path=BF16)
+    before = public_state()
+    with context:
+        deepspeed.zero.partition_parameters.shutdown_init_context()
+        assert public_state() == before
+        suspended = nn.Linear(3, 2)
+        deepspeed.zero.partition_parameters.restore_init_context()
+        resumed = nn.Linear(3, 2)
+    assert (suspended.weight.dtype, resumed.weight.dtype) == (torch.float32, torch.bfloat16)
+    assert public_state() == before
 
 
 def test_a_disabled_context_changes_nothing():
@@ -332,4 +347,8 @@ def test_a_changed_signature_is_shown():
 
     with pytest.raises(UnsupportedVersionError, match=r"\(self, config_dict_or_path=None, module=None\)"):
         zero_init._choose_class(Changed, Changed, Changed, (OURS,), {})
+    stock = deepspeed.zero.Init
+    Changed.__init__ = stock.__init__
+    with pytest.raises(UnsupportedVersionError, match=r"no method _post_init_method and no method patch_init"):
+        zero_init._choose_class(Changed, Changed, Changed, (), {"config": OURS})
     assert zero_init._choose_class(Changed, object, Changed, ({"train_batch_size": 1},), {}) is Changed
