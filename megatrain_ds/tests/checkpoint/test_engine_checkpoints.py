@@ -8,9 +8,10 @@ from pathlib import Path
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from megatrain_ds.checkpoint.deepspeed_layout import MODEL_FILE, optimizer_file
+from megatrain_ds.checkpoint.deepspeed_layout import MODEL_FILE, load_group_settings, optimizer_file
 from megatrain_ds.errors import CheckpointError
 from megatrain_ds.tests.checkpoint.engines import config, differing, make_engine, make_model, state_of, train
 
@@ -181,6 +182,29 @@ def test_optimizer_state_dict_round_trip(other) -> None:
         assert [key for key in differing(state, state_of(other)) if ":" in key or key.startswith("lr")] == []
     with pytest.raises(CheckpointError, match="sub groups"):
         make_engine(sub_group_size=10**9).optimizer.load_state_dict(content)
+
+
+def test_the_loss_scale_comes_back(other, tmp_path: Path) -> None:
+    scaler = DynamicLossScaler(1024.0, 2.0, 100, 1, 2, False, dtype=torch.float16)
+    other.optimizer.loss_scaler = scaler
+    other.save_checkpoint(tmp_path)
+    scaler.cur_scale, scaler.cur_iter = 8.0, 50
+    other.load_checkpoint(tmp_path, load_optimizer_states=False)
+    assert other.optimizer.loss_scale == 8.0
+    other.load_checkpoint(tmp_path)
+    assert (other.optimizer.loss_scale, other.optimizer.loss_scaler.cur_iter) == (1024.0, 0)
+
+
+def test_learning_rates_keep_their_kind() -> None:
+    live = [{"lr": torch.tensor(1.0), "betas": (0.1, 0.2), "params": [1]}, {"lr": 1.0, "eps": 2.0, "params": [2]}]
+    rates, objects = live[0]["lr"], [id(group) for group in live]
+    load_group_settings(live, [{"lr": 0.5, "betas": (0.9, 0.95), "params": [0]}, {"lr": torch.tensor(0.25), "new": 3}])
+    assert live[0]["lr"] is rates
+    assert rates.item() == 0.5
+    assert (live[0]["betas"], live[0]["params"]) == ((0.9, 0.95), [1])
+    assert live[1] == {"lr": 0.25, "eps": 2.0, "new": 3, "params": [2]}
+    assert isinstance(live[1]["lr"], float)
+    assert [id(group) for group in live] == objects
 
 
 def test_missing_latest_loads_nothing(other, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
