@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import subprocess
 
 import pytest
@@ -51,6 +52,9 @@ def test_pytorchs_switch_is_the_reason(installed):
 
 def test_a_missing_entry_point_is_the_reason(installed, tmp_path):
     (tmp_path / "megatrain_ds").symlink_to(installed / "megatrain_ds")
+    # Metadata found first hides that of an editable install of this tree.
+    (metadata,) = installed.glob("megatrain_ds-*.dist-info")
+    shutil.copytree(metadata, tmp_path / metadata.name, ignore=shutil.ignore_patterns("entry_points.txt"))
     code, found = consult(tmp_path)
     assert code == 1
     assert 'entry point "torch.backends: megatrain_ds" is missing' in found["problems"][0]
