@@ -1,0 +1,134 @@
+"""Runs children one after the other and keeps what became of each: a record, or the reason that there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+OUT_OF_MEMORY_WORDS = ("out of memory", "OutOfMemoryError", "HostMemoryError", "Cannot allocate memory", "MemoryError")
+# Exit status of a process that the kernel killed, as the shell and as subprocess see it.
+KILLED = (137, -9)
+_LOG_TAIL_LINES = 15
+
+
+@dataclass(frozen=True)
+class Request:
+    """One measurement.
+
+    Attributes:
+        system: its name.
+        model: configuration file of the model.
+        batch: sequences a step.
+        arguments: further options of the child, as on its command line.
+        label: what the report calls it, where one system runs with several options.
+    """
+
+    system: str
+    model: Path
+    batch: int
+    arguments: tuple[str, ...] = ()
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """A name for files and tables."""
+        return self.label or self.system
+
+
+@dataclass
+class Outcome:
+    """What became of a request; `record` holds at least "system", "label", "batch" and "status"."""
+
+    request: Request
+    record: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are figures."""
+        return self.record.get("status") == "ok"
+
+
+def run(request: Request, folder: Path, *, timeout_s: float) -> Outcome:
+    """Run one child.
+
+    Args:
+        request: what to measure.
+        folder: receives NAME.json and NAME.log.
+        timeout_s: seconds after which the child is stopped.
+
+    Returns:
+        The outcome. A child that fails is a result, never an exception.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"{request.model.stem}_{request.name}_b{request.batch}"
+    out, log = folder / f"{stem}.json", folder / f"{stem}.log"
+    out.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "comparisons.child", "--system", request.system, "--model", str(request.model)]
+    command += ["--batch", str(request.batch), "--out", str(out), *request.arguments]
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=subprocess.STDOUT, env=os.environ | {"PYTHONUNBUFFERED": "1"}
+        )
+        try:
+            code: int | None = process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            code = None
+    _remove_shared_buffers(process.pid)
+    record = json.loads(out.read_text()) if out.is_file() else _failure(request, code, log, timeout_s)
+    record["label"] = request.name
+    out.write_text(json.dumps(record, indent=2) + "\n")
+    return Outcome(request, record)
+
+
+def _failure(request: Request, code: int | None, log: Path, timeout_s: float) -> dict[str, Any]:
+    text = log.read_text(errors="replace")
+    if code is None:
+        status, reason = "timeout", f"stopped after {timeout_s:.0f} s"
+    elif code in KILLED or any(word in text for word in OUT_OF_MEMORY_WORDS):
+        status, reason = "out of memory", last_line(text)
+    elif "ModuleNotFoundError" in text or "ImportError" in text:
+        status, reason = "missing package", last_line(text)
+    else:
+        status, reason = "failed", last_line(text)
+    return {
+        "system": request.system,
+        "status": status,
+        "reason": reason,
+        "exit_status": code,
+        "model": request.model.stem,
+        "batch": request.batch,
+        "log_tail": text.splitlines()[-_LOG_TAIL_LINES:],
+    }
+
+
+def last_line(text: str) -> str:
+    """The last line that says something: of a traceback, the error."""
+    errors = [line.strip() for line in text.splitlines() if "Error" in line and ":" in line]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return (errors or lines or ["no output"])[-1][:300]
+
+
+def _remove_shared_buffers(pid: int) -> None:
+    # DeepSpeed on the CPU leaves one such file a run, named for the user and port: only ones nobody maps may go.
+    for path in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"):
+        if not _is_mapped(path, pid):
+            path.unlink(missing_ok=True)
+
+
+def _is_mapped(path: Path, finished: int) -> bool:
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        if maps.parent.name == str(finished):
+            continue
+        try:
+            if str(path) in maps.read_text():
+                return True
+        except OSError:
+            continue
+    return False
