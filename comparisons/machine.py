@@ -24,7 +24,8 @@ def describe_machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "versions": {"python": platform.python_version(), **_versions()},
-        "commit": commit.stdout.strip() or None,
+        # A copy of the tree without its history can say what it is a copy of.
+        "commit": commit.stdout.strip() or os.environ.get("GIT_COMMIT"),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 

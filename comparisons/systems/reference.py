@@ -36,8 +36,8 @@ def build(model: Any, settings: Settings) -> Any:
     if adapter is None:
         raise FileNotFoundError(
             f"--reference = {settings.reference_path!r}: neither it nor the folder above holds {ADAPTER}, a module "
-            "with build(model, settings) that returns an object with name, step(tokens), drain() and report(). Write it "
-            "against the checkout's own trainer."
+            "with build(model, settings) that returns an object with name, step(tokens), drain() and report(). "
+            "Write it against the checkout's own trainer."
         )
     sys.path.insert(0, str(checkout))
     specification = importlib.util.spec_from_file_location("comparison_adapter", adapter)
