@@ -197,7 +197,8 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _is_cache(value: Any) -> bool:
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+    # A cache without a configuration keeps its layers' class among its attributes; a class is no cache.
+    return not isinstance(value, type) and hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
 def _snapshot_cache(cache: Any, name: str) -> Any:
