@@ -39,6 +39,14 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
 
     _runtime: Runtime | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().__init__(*args, **kwargs)
+        except BaseException:
+            # DeepSpeed hooks the module before the build: a refused build must leave the model free for another try.
+            self._let_go()
+            raise
+
     @property
     def _model(self) -> nn.Module:
         return self.__dict__["module"]
@@ -256,15 +264,19 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
 
         Parameters stay readable, full shape, where their values are.
         """
-        runtime = self._runtime
-        if runtime is not None:
-            self._runtime = None
-            self._finalizer.detach()
-            for hook in (self.module_forward_pre_hook, self.module_forward_post_hook):
-                if hook is not None:
-                    hook.remove()
-            runtime.close()
+        if self._runtime is not None:
+            self._let_go()
         super().destroy()
+
+    def _let_go(self) -> None:
+        runtime, self._runtime = self._runtime, None
+        for name in ("module_forward_pre_hook", "module_forward_post_hook"):
+            hook = getattr(self, name, None)
+            if hook is not None:
+                hook.remove()
+        if runtime is not None:
+            self._finalizer.detach()
+            runtime.close()
 
 
 def _boundary_of(engine: MegaTrainEngine) -> Callable[[], bool]:
