@@ -90,7 +90,7 @@ def run_fifty(
 ) -> Any:
     torch.manual_seed(5)
     engine = initialize(
-        Stack(*[Block() for _ in range(5)]),
+        Stack(*[Block() for _ in range(3)]),
         dtype=torch.bfloat16,
         gradient_accumulation_steps=accumulation,
         gradient_clipping=clip,
