@@ -24,6 +24,7 @@ from megatrain_ds.engine.checkpointing import CheckpointingMixin
 from megatrain_ds.engine.full_parameters import gather_partitioned
 from megatrain_ds.engine.optimizer import MegaTrainOptimizer, StepSettings
 from megatrain_ds.model.compiled import check_not_compiled, refuse_compiled
+from megatrain_ds.errors import add_note
 from megatrain_ds.optim.hyperparameters import adam_mode, make_holder
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
             for param in group["params"]
             if param.requires_grad and param.numel() > 0
         }
-        self._start(groups=groups, on_unit_done=wrapped.on_unit_done)
+        self._start(groups=groups, on_unit_done=_weakly(wrapped.on_unit_done))
         wrapped.attach(self.runtime)
         param_access.attach(self.runtime.units, wrapped.parameters)
         return wrapped
@@ -204,8 +205,10 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
         """
         try:
             return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
-        except BaseException:
+        except BaseException as error:
             if self._runtime is not None and isinstance(self.optimizer, MegaTrainOptimizer):
+                open_units = ", ".join(self._runtime.executor.open_units) or "no block"
+                add_note(error, f"megatrain: raised in backward, with {open_units} under way")
                 self.optimizer.reset_iteration("backward() raised")
             raise
 
@@ -277,6 +280,19 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
         if runtime is not None:
             self._finalizer.detach()
             runtime.close()
+
+
+def _weakly(method: Callable[[int], None]) -> Callable[[int], None]:
+    # DeepSpeed puts bound methods of the engine on its optimizer: a runtime that held the optimizer would hold the
+    # engine, and the finalizer that closes the runtime would never run.
+    reference = weakref.WeakMethod(method)
+
+    def call(unit: int) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(unit)
+
+    return call
 
 
 def _boundary_of(engine: MegaTrainEngine) -> Callable[[], bool]:
