@@ -1,4 +1,4 @@
-"""A training program whose layer 3 fails as the first argument says; the second, if any, is where it notes its threads."""
+"""A training program whose layer 3 fails as its first argument says; it writes its live threads to its second."""
 
 from __future__ import annotations
 
