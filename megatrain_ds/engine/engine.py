@@ -23,8 +23,8 @@ from megatrain_ds.engine.build import Runtime, StepPolicy, build_runtime
 from megatrain_ds.engine.checkpointing import CheckpointingMixin
 from megatrain_ds.engine.full_parameters import gather_partitioned
 from megatrain_ds.engine.optimizer import MegaTrainOptimizer, StepSettings
-from megatrain_ds.model.compiled import check_not_compiled, refuse_compiled
 from megatrain_ds.errors import add_note
+from megatrain_ds.model.compiled import check_not_compiled, refuse_compiled
 from megatrain_ds.optim.hyperparameters import adam_mode, make_holder
 
 if TYPE_CHECKING:
@@ -207,8 +207,7 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
             return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         except BaseException as error:
             if self._runtime is not None and isinstance(self.optimizer, MegaTrainOptimizer):
-                open_units = ", ".join(self._runtime.executor.open_units) or "no block"
-                add_note(error, f"megatrain: raised in backward, with {open_units} under way")
+                add_note(error, f"megatrain: raised in backward, {self._runtime.executor.backward_position}")
                 self.optimizer.reset_iteration("backward() raised")
             raise
 

@@ -97,6 +97,13 @@ class Executor:
         """Where units compute."""
         return self._streams.device
 
+    @property
+    def backward_position(self) -> str:
+        """Where a backward pass is, for messages: the units under way, or the one whose turn is next."""
+        if self._open:
+            return "in " + ", ".join(self._names[call.unit] for call in self._open)
+        return " ".join(f"at the output of {self._names[unit]}" for unit in self._schedule.next_backward(1))
+
     def begin_forward(self) -> None:
         """A forward of the whole model begins; recovers first if the last backward never ended."""
         if self.phase is Phase.BACKWARD or self._open:
