@@ -55,6 +55,9 @@ class DeepSpeedSystem:
     def __init__(self, model: Any, config: dict[str, Any], expected: str = "DeepSpeedEngine") -> None:
         import deepspeed
 
+        # Recompute as every system here does; without it large batches do not fit. (The streaming engine recomputes
+        # by itself and turns this off.)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.engine: Any
         self.engine, *_ = deepspeed.initialize(model=model, config=config)
         self.name = type(self.engine).__name__

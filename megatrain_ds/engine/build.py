@@ -192,18 +192,15 @@ def _compose(
         on_unit_done=on_unit_done,
         **common,
     )
-    root_units = [unit for unit in units if unit.is_root]
     roots = RootWeights(
-        units=root_units,
+        units=[unit for unit in units if unit.is_root],
+        position=lambda: len(schedule.under_way),
         host_units=store.units,
         streams=streams,
         pipeline=pipeline,
-        position=lambda: len(schedule.under_way),
         tracer=tracer,
     )
-    access = ParameterAccess(
-        host_units=store.units, root_units=[unit.index for unit in root_units], pipeline=pipeline, roots=roots
-    )
+    access = ParameterAccess(host_units=store.units, pipeline=pipeline, roots=roots)
     return Runtime(
         config,
         policy,

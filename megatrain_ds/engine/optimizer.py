@@ -230,6 +230,8 @@ class MegaTrainOptimizer(ZeROOptimizer, torch.optim.Optimizer):
                     raise self._gradient_after_update(unit)
                 runtime.pipeline.update(unit, hyper, runtime.drain.arrivals(unit))
         self._eager_hyper, self._eager_units = None, set()
+        # Schedulers that were given the user's optimizer ask it whether a step has run.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
         runtime.tracer.step_done()
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,7 +18,6 @@ class ParameterAccess:
 
     Args:
         host_units: host memory per unit.
-        root_units: indices of root units.
         pipeline: updates the host copies.
         roots: keeps root units' device copies.
     """
@@ -27,19 +26,17 @@ class ParameterAccess:
         self,
         *,
         host_units: Sequence[HostUnit],
-        root_units: Sequence[int],
         pipeline: HostPipeline,
         roots: RootWeights,
     ) -> None:
         self._host_units = host_units
-        self._root_units = frozenset(root_units)
         self._pipeline, self._roots = pipeline, roots
         self._touched: set[tuple[int, int]] = set()
 
     def before_access(self, param: StreamedParameter) -> None:
         """Make the values that `param` shows current."""
         unit, _ = param.megatrain_key
-        if unit in self._root_units:
+        if unit in self._roots:
             self._roots.ensure(unit)
         else:
             self._pipeline.wait(unit)
@@ -50,7 +47,7 @@ class ParameterAccess:
 
     def invalidate_slots(self) -> None:
         """Streamed units that user code may have written must be fetched again."""
-        for unit in {unit for unit, _ in self._touched if unit not in self._root_units}:
+        for unit in {unit for unit, _ in self._touched if unit not in self._roots}:
             self._pipeline.bump(unit)
 
     def reconcile(self) -> None:
@@ -58,7 +55,7 @@ class ParameterAccess:
         touched, self._touched = self._touched, set()
         for unit, index in touched:
             self._pipeline.wait(unit)
-            if unit in self._root_units:
+            if unit in self._roots:
                 self._roots.download(unit, index)
             else:
                 self._pipeline.bump(unit)

@@ -53,6 +53,10 @@ class RootWeights:
         self._first_use = {unit.index: 0 for unit in units}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
+    def __contains__(self, unit: int) -> bool:
+        """Whether `unit` is a root unit."""
+        return unit in self._units
+
     @property
     def device_bytes(self) -> int:
         """Device bytes of all root weights."""
