@@ -172,10 +172,12 @@ def _compose(
     pipeline = HostPipeline(host_units=store.units, kernel=kernel, synchronous=config.synchronous, **common)
     pool = SlotPool(config.weight_slots, footprint.largest_unit_bytes, device)
     schedule = Schedule()
-    streamer = WeightStreamer(host_units=store.units, pool=pool, streams=streams, publication=pipeline, **common)
+    flows: dict[str, Any] = {"host_units": store.units, "streams": streams, **common}
+    streamer = WeightStreamer(pool=pool, publication=pipeline, **flows)
+    buffers = GradientBuffers(config.gradient_slots, footprint.largest_gradient_bytes, streams)
     drain = GradientDrain(
         store=store,
-        buffers=GradientBuffers(config.gradient_slots, footprint.largest_gradient_bytes, streams),
+        buffers=buffers,
         staging_bytes=footprint.staging_block_bytes,
         measure_norm=policy.measure_norm,
         streams=streams,
@@ -183,15 +185,7 @@ def _compose(
         pin=_pins(config, device),
         **common,
     )
-    executor = Executor(
-        host_units=store.units,
-        streamer=streamer,
-        drain=drain,
-        schedule=schedule,
-        streams=streams,
-        on_unit_done=on_unit_done,
-        **common,
-    )
+    executor = Executor(streamer=streamer, drain=drain, schedule=schedule, on_unit_done=on_unit_done, **flows)
     roots = RootWeights(
         units=[unit for unit in units if unit.is_root],
         position=lambda: len(schedule.under_way),
