@@ -84,6 +84,28 @@ def test_untouched_buffers_are_not_copied_once_the_block_is_known():
     assert {name for _, name in before.buffers} == {"written", "replaced"}
 
 
+def test_a_buffer_that_is_replaced_only_later_is_seen_from_then_on():
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.zeros(3))
+            self.replaces = False
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            if self.replaces:
+                self.table = self.table + 1
+            return hidden + self.table.sum()
+
+    block = Late()
+    replay = Replay(block, "layers.0")
+    run_twice(block, torch.ones(1), replay=replay)
+    block.replaces = True
+    run_twice(block, torch.ones(1), replay=replay)
+    first, second = run_twice(block, torch.ones(1), replay=replay)
+    assert first.item() == second.item() == 7.0
+    assert block.table.tolist() == [2.0] * 3
+
+
 def test_observing_hooks_run_once_and_changing_hooks_twice():
     block = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     seen: list[str] = []

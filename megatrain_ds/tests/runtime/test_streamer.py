@@ -160,6 +160,25 @@ def test_reset_frees_bound_slots(make_rig):
         assert forward(rig, [2, 1, 0]) == [2.0, 1.0, 0.0]
 
 
+def test_a_fill_waits_for_the_last_use_and_the_last_fill_of_its_slot(make_rig):
+    # The CPU flows cannot race here (compute is the calling thread), so the events themselves are looked at.
+    rig = make_rig(2, slots=2)
+    given = []
+    original = rig.streams.copy
+
+    def copy(flow, pairs, *, after, label):
+        given.append(list(after))
+        return original(flow, pairs, after=after, label=label)
+
+    rig.streams.copy = copy
+    rig.pool.slots.pop()
+    rig.run(0, [])
+    (slot,) = rig.pool.slots
+    freed, ready = slot.freed, slot.ready
+    rig.run(1, [])
+    assert given == [[], [freed, ready]]
+
+
 @pytest.mark.parametrize("slots", [2, 3])
 @pytest.mark.parametrize("delay_s", [0.0, 0.003])
 @pytest.mark.parametrize("compute_s", [0.0, 0.003])
