@@ -44,7 +44,11 @@ def device() -> torch.device:
 def _deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(torch.cuda.is_available(), warn_only=True)
     torch.manual_seed(0)
+    # Operations of a few kilobytes: a second thread costs more than it gives.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
+    torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(False)
 
 

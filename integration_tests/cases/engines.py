@@ -39,7 +39,8 @@ def ds_config(
         config["fp16"] = {"enabled": True}
     if flag:
         config["offload_engine"] = "megatrain"
-        config["megatrain"] = dict(block or {})
+        # One thread: models are tiny, and the machine may be shared.
+        config["megatrain"] = {"update_threads": 1, **(block or {})}
     config.update(keys)
     return {key: value for key, value in config.items() if value is not None}
 
