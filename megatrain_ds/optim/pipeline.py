@@ -199,7 +199,8 @@ def _update_ranges(host: HostUnit) -> list[_UpdateRange]:
         placement = host.layout.placements[index]
         group, step = placement.spec.group, host.steps[index]
         assert group is not None
-        # Padding belongs to the parameter before it: the kernel then sees whole vectors and no gaps. It stays zero.
+        # Padding belongs to the parameter before it: the kernel then sees whole vectors and no gaps.
+        # Its gradient is whatever the buffer held; elementwise updates keep that to the padding, and nothing reads it.
         stop = placement.offset + align(placement.spec.numel, ELEMENT_ALIGNMENT)
         last = ranges[-1] if ranges else None
         if last and (last.run, last.group, last.step, last.stop) == (placement.run, group, step, placement.offset):
