@@ -222,7 +222,7 @@ def test_refused_configuration(keys, words) -> None:
 
 def program(*command: str, **variables: str) -> tuple[subprocess.CompletedProcess, float]:
     """Run a command with one rank's variables; returns it and its seconds."""
-    port = free_port()
+    port = int(variables.get("MASTER_PORT") or free_port())
     environment = {**program_environment(), **rank_variables(port), **variables, "PYTHONPATH": str(ROOT)}
     started = time.monotonic()
     try:
@@ -266,16 +266,9 @@ def test_missing_compiler_falls_back_to_torch() -> None:
 
 
 def test_two_ranks_are_refused() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        "2",
-        "--master_port",
-        str(free_port()),
-    ]
-    variables = {"LOCAL_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    done, _ = program(*command, "-m", "integration_tests.cases.failing_program", "nothing", os.devnull, **variables)
+    port = str(free_port())
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
+    variables = {"LOCAL_SIZE": "2", "OMP_NUM_THREADS": "1", "MASTER_PORT": port}
+    done, _ = program(*launch, "-m", "integration_tests.cases.failing_program", "nothing", os.devnull, **variables)
     assert done.returncode != 0
     assert "world size = 2" in done.stderr
