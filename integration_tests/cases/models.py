@@ -25,6 +25,13 @@ class Block(nn.Module):
         return hidden + self.down(F.gelu(self.up(self.norm(hidden))))
 
 
+class WithAuxiliary(Block):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        inner = self.up(hidden)
+        self.auxiliary = inner.pow(2).mean()
+        return hidden + self.down(F.gelu(inner))
+
+
 class Stack(nn.Module):
     """Embedding, blocks, norm, head; returns the mean cross-entropy of the next token."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -134,6 +135,7 @@ class StreamedParameter(nn.Parameter):
             if func == _SET_DATA:
                 return _assign_data(*args)
             versions = [param._version for param in streamed]
+            args, kwargs = _on_one_device(func, args, kwargs)
             result = func(*args, **kwargs)
             for param, version in zip(streamed, versions, strict=True):
                 if param._version != version or _may_write_through(result, param):
@@ -184,6 +186,20 @@ def _streamed(tree: Any) -> Iterable[StreamedParameter]:
     elif isinstance(tree, dict):
         for item in tree.values():
             yield from _streamed(item)
+
+
+def _on_one_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    # A streamed weight that is used outside its block's own forward (a part of the block called by itself, a weight in
+    # a loss) meets tensors of the compute device: it is copied there, and gradient comes back through the copy.
+    others = [x.device for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.device.type != "cpu"]
+    writes_itself = getattr(func, "__name__", "").endswith("_") and args and isinstance(args[0], StreamedParameter)
+    if not others or writes_itself:
+        return args, kwargs
+
+    def move(value: Any) -> Any:
+        return value.to(others[0]) if isinstance(value, StreamedParameter) and value.device.type == "cpu" else value
+
+    return tree_map(move, (args, kwargs))
 
 
 def _may_write_through(result: Any, param: StreamedParameter) -> bool:

@@ -20,29 +20,15 @@ from torch.utils.checkpoint import checkpoint
 from megatrain_ds.errors import add_note
 from megatrain_ds.model.template import Template
 from megatrain_ds.runtime.executor import UnitCall
+from megatrain_ds.runtime.inputs import Arguments, WrittenInputs, renewed, through_boundary
 from megatrain_ds.runtime.replay import Before, Replay, snapshot
 from megatrain_ds.runtime.saved_weights import SavedWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from megatrain_ds.model.units import Unit
     from megatrain_ds.runtime.executor import Executor
-
-
-class _Boundary(torch.autograd.Function):
-    """Passes a unit's inputs through; its backward is the unit's last."""
-
-    @staticmethod
-    def forward(ctx: Any, done: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: D102
-        ctx.done = done
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
-        ctx.done()
-        return (None, *grads)
 
 
 class UnitForward:
@@ -63,6 +49,7 @@ class UnitForward:
         self._executor = executor
         self._template = Template(unit)
         self._replay = Replay(unit.module, unit.name)
+        self._inputs = WrittenInputs(unit.name)
         self._keep = keep_activations
         self._forward = unit.module.forward
         # A positional tensor on the device: it is what makes checkpoint save and restore that device's random state.
@@ -105,18 +92,22 @@ class UnitForward:
 
     def _run_with_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = UnitCall(self._unit.index)
-        args, kwargs = self._through_boundary(call, args, kwargs)
+        args, kwargs = through_boundary(functools.partial(self._executor.finish, call), (args, kwargs))
         if self._keep:
             return self._run_and_keep(call, args, kwargs)
-        again = snapshot(args, self._unit.name), snapshot(kwargs, self._unit.name)
+        again: Arguments = snapshot(args, self._unit.name), snapshot(kwargs, self._unit.name)
         before: Before | None = None
+        written: dict[int, torch.Tensor] = {}
 
         def run(_anchor: torch.Tensor) -> Any:
-            nonlocal before
+            nonlocal before, written
             if before is not None:
-                return self._recompute(call, before, *again)
+                return self._recompute(call, before, *renewed(again, written))
+            self._inputs.before((args, kwargs))
             with self._replay.first_run() as before:
-                return self._first_run(call, args, kwargs)
+                outputs = self._first_run(call, args, kwargs)
+            written = self._inputs.after()
+            return outputs
 
         return checkpoint(run, self._anchor, use_reentrant=False)
 
@@ -170,23 +161,6 @@ class UnitForward:
         assert grad is not None
         self._executor.parameter_gradient(self._unit.index, index, grad)
 
-    def _through_boundary(
-        self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # Only tensors given directly or in tuples are passed through: a list or dict keeps its identity, since the
-        # block may write to it for others to read.
-        found: list[torch.Tensor] = []
-        for value in (*args, *kwargs.values()):
-            found.extend(_direct_tensors(value))
-        if not found:
-            return args, kwargs
-        passed = _Boundary.apply(functools.partial(self._executor.finish, call), *found)
-        replacement = {id(old): new for old, new in zip(found, passed, strict=True)}  # type: ignore[arg-type]
-        return (
-            tuple(_replaced(value, replacement) for value in args),
-            {key: _replaced(value, replacement) for key, value in kwargs.items()},
-        )
-
     @staticmethod
     def _owned(outputs: Any, views: Sequence[torch.Tensor]) -> Any:
         # An output that is a view of the slot would change when the slot is filled again.
@@ -206,19 +180,3 @@ class UnitForward:
 
 def _any_requires_grad(tree: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(tree))
-
-
-def _direct_tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value] if value.requires_grad else []
-    if type(value) is tuple:
-        return [tensor for item in value for tensor in _direct_tensors(item)]
-    return []
-
-
-def _replaced(value: Any, replacement: dict[int, torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return replacement.get(id(value), value)
-    if type(value) is tuple:
-        return tuple(_replaced(item, replacement) for item in value)
-    return value

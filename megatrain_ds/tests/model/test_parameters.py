@@ -237,3 +237,14 @@ def test_raw_access_goes_past_the_owner(owner, param):
     set_raw_data(param, memory)
     assert raw_data(param).data_ptr() == memory.data_ptr()
     assert owner.take() == []
+
+
+def test_meets_tensors_of_another_device_there() -> None:
+    module = nn.Linear(4, 3)
+    weight = adopt(module.weight, Owner(), (0, 0))
+    # "meta" stands for a compute device: shapes and devices are checked as on any other.
+    product = nn.functional.linear(torch.empty(2, 4, device="meta"), weight)
+    assert product.device.type == "meta"
+    assert product.requires_grad
+    weight.data.copy_(torch.ones(3, 4))
+    assert weight.device.type == "cpu"
