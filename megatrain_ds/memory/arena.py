@@ -6,6 +6,7 @@ driver instead of asking a caching allocator for pinned memory, which rounds eve
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 import warnings
@@ -145,6 +146,11 @@ def _cudart() -> Any:
 
 def _register(pointer: int, size: int) -> int:
     try:
-        return int(_cudart().cudaHostRegister(pointer, size, 0))
+        code = int(_cudart().cudaHostRegister(pointer, size, 0))
     except RuntimeError:
-        return -1
+        code = -1
+    if code != 0:
+        # The driver keeps a refusal as this thread's pending error, and the next checked call would raise it: let one.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda")
+    return code
