@@ -250,7 +250,6 @@ class GradientDrain:
         return self._pipeline.kernel.sum_of_squares(host.parameter_view("gradient", index).reshape(-1)) ** 0.5
 
 
-
 def _byte_spans(host: HostUnit, indices: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Byte ranges of the gradient block that hold the parameters, neighbours merged."""
     placements = sorted((host.layout.placements[index] for index in indices), key=lambda place: place.byte_offset)
