@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from megatrain_ds.tests.engine.models import make_engine
+from megatrain_ds.tests.engine.models import ignore_threads, make_engine
+
+
+@pytest.fixture(autouse=True)
+def own_threads() -> None:
+    """Tests count the threads of their own engines: what other tests left to the collector goes first."""
+    gc.collect()
+    ignore_threads(threading.enumerate())
 
 
 @pytest.fixture

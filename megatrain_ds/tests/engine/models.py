@@ -96,6 +96,16 @@ def differing(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -
     return [key for key in first if not torch.equal(first[key], second[key])]
 
 
+_ignored: set[threading.Thread] = set()
+
+
+def ignore_threads(threads: list[threading.Thread]) -> None:
+    """Leave these threads out of `engine_threads`."""
+    _ignored.clear()
+    _ignored.update(threads)
+
+
 def engine_threads() -> list[str]:
-    """Names of the engine's threads that live now."""
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("megatrain"))
+    """Names of engines' threads that live now and are not ignored."""
+    alive = set(threading.enumerate()) - _ignored
+    return sorted(thread.name for thread in alive if thread.name.startswith("megatrain"))
