@@ -84,7 +84,7 @@ def test_training_agrees_with_plain_torch(start):
 
 def test_steps_overlap_what_the_synchronous_mode_does_one_after_another(start):
     def seconds(*, synchronous: bool) -> float:
-        engine = delayed(start, {H2D: 0.02, D2H: 0.02}, update_s=0.02, block={"synchronous": synchronous})
+        engine = delayed(start, {H2D: 0.06, D2H: 0.06}, update_s=0.06, block={"synchronous": synchronous})
         train(engine, range(1))
         begin = time.perf_counter()
         train(engine, range(1, 4))
