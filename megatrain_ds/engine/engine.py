@@ -15,6 +15,7 @@ from deepspeed.runtime.config import DtypeEnum
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from megatrain_ds.compatibility import check_world_size
 from megatrain_ds.config import MegaTrainConfig
@@ -22,8 +23,9 @@ from megatrain_ds.engine import param_access
 from megatrain_ds.engine.build import Runtime, StepPolicy, build_runtime
 from megatrain_ds.engine.checkpointing import CheckpointingMixin
 from megatrain_ds.engine.full_parameters import gather_partitioned
+from megatrain_ds.engine.late_changes import LateChanges
 from megatrain_ds.engine.optimizer import MegaTrainOptimizer, StepSettings
-from megatrain_ds.errors import add_note
+from megatrain_ds.errors import UnsupportedOptimizerError, add_note, explain
 from megatrain_ds.model.compiled import check_not_compiled, refuse_compiled
 from megatrain_ds.optim.hyperparameters import adam_mode, make_holder
 
@@ -140,6 +142,15 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
             for param in group["params"]
             if param.requires_grad and param.numel() > 0
         }
+        if not groups:
+            raise UnsupportedOptimizerError(
+                explain(
+                    "optimizer.param_groups",
+                    f"{len(optimizer.param_groups)} groups without a trainable parameter",
+                    "there is nothing to train",
+                    "Unfreeze parameters (requires_grad_) before deepspeed.initialize, or leave the optimizer out",
+                )
+            )
         self._start(groups=groups, on_unit_done=_weakly(wrapped.on_unit_done))
         wrapped.attach(self.runtime)
         param_access.attach(self.runtime.units, wrapped.parameters)
@@ -166,11 +177,21 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
             for name, buffer in buffer_owner._buffers.items():
                 if buffer is not None:
                     buffer_owner._buffers[name] = buffer.to(self.device)
+        self._late_changes = LateChanges(self._model, self._runtime.units)
         self._checkpointing_modules = [m for m in self._model.modules() if hasattr(m, "gradient_checkpointing")]
         # Its synchronisations at both ends of a step would stop what runs across them.
         self.tput_timer.config.synchronized = False
         # Threads and page locks go with the engine, even if destroy() is never called.
         self._finalizer = weakref.finalize(self, self._runtime.close)
+
+    def _create_module_forward_post_hook(self) -> Any:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+            self._forward_epilogue()
+            # DeepSpeed scales gradients by hooks on what the caller gets. Were that the very tensors of the graph, a
+            # loss computed from the logits inside the model would be scaled at both.
+            return tree_map(_apart, output) if torch.is_grad_enabled() else None
+
+        return self._model.register_forward_hook(hook)
 
     def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
         for module in self._checkpointing_modules:
@@ -182,6 +203,7 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
             self.flops_profiler.start_profile(ignore_list=None)
         if self.training_dataloader is None:
             self.tput_timer.start()
+        self._late_changes.check(self.global_steps)
         self.runtime.access.invalidate_slots()
         self.runtime.executor.begin_forward()
 
@@ -292,6 +314,10 @@ def _weakly(method: Callable[[int], None]) -> Callable[[int], None]:
             alive(unit)
 
     return call
+
+
+def _apart(value: Any) -> Any:
+    return value.view_as(value) if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
 
 
 def _boundary_of(engine: MegaTrainEngine) -> Callable[[], bool]:

@@ -16,7 +16,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.utils import maybe_loss_for_backward
 
 from megatrain_ds.engine.parameter_state import ParameterState
-from megatrain_ds.errors import StateError
+from megatrain_ds.errors import StateError, UnsupportedOptimizerError, explain
 from megatrain_ds.optim.hyperparameters import adam_mode, read_group
 
 if TYPE_CHECKING:
@@ -77,7 +77,8 @@ class MegaTrainOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         self.torch_autocast_gradscaler = None
         self.dp_process_group = dp_process_group
         self.overflow = False
-        self._global_grad_norm: float | torch.Tensor = 0.0
+        # None while unknown: with clipping and the finite check off nobody measures it.
+        self._global_grad_norm: float | torch.Tensor | None = None
         self._eager_hyper: dict[int, AdamStep] | None = None
         self._eager_units: set[int] = set()
         self._runtime: Runtime | None = None
@@ -158,6 +159,21 @@ class MegaTrainOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         """fp32 masters per ZeRO-3 sub group, flat; copies, since masters lie unit by unit."""
         self.runtime.pipeline.wait_all()
         return [torch.cat([entry.view("master").reshape(-1) for entry in group]) for group in self.sub_groups]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: arenas are laid out once.
+
+        Raises:
+            UnsupportedOptimizerError: always.
+        """
+        raise UnsupportedOptimizerError(
+            explain(
+                "add_param_group",
+                sorted(param_group),
+                "groups are fixed once the engine is built",
+                "Give every group to the optimizer before deepspeed.initialize",
+            )
+        )
 
     def override_loss_scale(self, loss_scale: float) -> None:
         """Use a loss scale of the caller's instead of the scaler's."""
@@ -256,7 +272,7 @@ class MegaTrainOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         self.overflow = False
         scale = self.loss_scale
         if not self.runtime.policy.measure_norm:
-            self._global_grad_norm = 0.0
+            self._global_grad_norm = None
             return 1.0 / scale
         norm = self._global_norm()
         if not bool(torch.isfinite(norm)):

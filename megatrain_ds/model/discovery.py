@@ -123,12 +123,15 @@ def _shared_parameters(model: nn.Module, blocks: list[tuple[str, nn.Module]]) ->
     # A parameter that several blocks hold, or a block and the rest of the model, cannot stream with either of them.
     # Recurrent modules keep a second list of references to their weights, so theirs stay on the device as well.
     holders: dict[int, set[int]] = {}
-    block_of: dict[int, int] = {id(m): position for position, (_, b) in enumerate(blocks) for m in b.modules()}
+    blocks_of: dict[int, set[int]] = {}
+    for position, (_, block) in enumerate(blocks):
+        for module in block.modules():
+            blocks_of.setdefault(id(module), set()).add(position)
     pinned_down: set[int] = set()
     for module in model.modules():
         for param in module._parameters.values():
             if param is not None:
-                holders.setdefault(id(param), set()).add(block_of.get(id(module), -1))
+                holders.setdefault(id(param), set()).update(blocks_of.get(id(module), {-1}))
                 if isinstance(module, nn.RNNBase):
                     pinned_down.add(id(param))
     return {key for key, where in holders.items() if len(where) > 1} | pinned_down

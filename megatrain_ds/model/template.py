@@ -31,14 +31,27 @@ class Template:
             for index, holders in enumerate(unit.holders)
             for module, name in holders
         ]
+        # Calls nest: a reentrant checkpoint inside a block runs the block's forward in the recompute of itself.
+        self._bound: list[Sequence[torch.Tensor]] = []
 
     @contextlib.contextmanager
     def bound(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Replace parameter `i` by `tensors[i]` wherever the block refers to it, inside the context."""
-        for parameters, name, index, _ in self._entries:
-            parameters[name] = tensors[index]  # type: ignore[assignment]
+        """Replace parameter `i` by `tensors[i]` wherever the block refers to it, inside the context.
+
+        A parameter that the caller has replaced by other means (`torch.func.functional_call` on the whole model) keeps
+        the caller's tensor.
+        """
+        outer = self._bound[-1] if self._bound else None
+        replaced = []
+        for parameters, name, index, param in self._entries:
+            current = parameters[name]
+            if current is param or (outer is not None and current is outer[index]):
+                replaced.append((parameters, name, current))
+                parameters[name] = tensors[index]  # type: ignore[assignment]
+        self._bound.append(tensors)
         try:
             yield
         finally:
-            for parameters, name, _, param in self._entries:
-                parameters[name] = param
+            self._bound.pop()
+            for parameters, name, current in replaced:
+                parameters[name] = current

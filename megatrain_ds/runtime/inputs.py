@@ -31,8 +31,26 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
+        refuse_double_backward()
         ctx.done()
         return (None, *grads)
+
+
+def refuse_double_backward() -> None:
+    """Raise when the backward under way builds a graph of its own: it would save weights that are about to leave.
+
+    Raises:
+        UnsupportedModelError: under `create_graph=True`.
+    """
+    if torch.is_grad_enabled():
+        raise UnsupportedModelError(
+            explain(
+                "create_graph",
+                True,
+                "a backward through streamed blocks cannot be differentiated again: its weights leave the device",
+                "Compute gradient penalties on a model without the flag, or leave create_graph out",
+            )
+        )
 
 
 def through_boundary(done: Callable[[], None], arguments: Arguments) -> Arguments:
@@ -103,6 +121,39 @@ class WrittenInputs:
             )
         self._writes = True
         return {id(tensor): copied for tensor, copied in written if copied is not None}
+
+
+class UnchangedInputs:
+    """Makes sure that what a recompute is given is what the real forward was given.
+
+    Args:
+        arguments: (args, kwargs) of the recompute, after the real forward.
+        old: what `WrittenInputs.after` returned; those inputs are copies of ours.
+        name: the block, for messages.
+    """
+
+    def __init__(self, arguments: Arguments, old: dict[int, torch.Tensor], name: str) -> None:
+        self._versions = [
+            (x, x._version) for x in direct_tensors(arguments) if id(x) not in old and not x.is_inference()
+        ]
+        self._name = name
+
+    def check(self) -> None:
+        """Call before the recompute.
+
+        Raises:
+            UnsupportedModelError: an input was written after the block ran.
+        """
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                raise UnsupportedModelError(
+                    explain(
+                        f"{self._name}: an input of shape {tuple(tensor.shape)}",
+                        "written in place after the block ran",
+                        "the block is recomputed from its inputs in backward",
+                        'Give each block a tensor of its own, or set "activations": "keep" in the megatrain block',
+                    )
+                )
 
 
 def renewed(arguments: Arguments, old: dict[int, torch.Tensor]) -> Arguments:

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from megatrain_ds.errors import UnsupportedModelError
+from megatrain_ds.errors import UnsupportedModelError, explain
+from megatrain_ds.runtime.random_state import GlobalRandom
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,22 +62,26 @@ class Replay:
         self._module, self._name = module, name
         self._mutable: set[tuple[int, str]] = set()
         self._observers: set[tuple[int, int]] = set()
-        self._known_modes: set[bool] = set()
+        self._known_modes: set[tuple[bool, ...]] = set()
 
     @contextlib.contextmanager
     def first_run(self) -> Iterator[Before]:
         """The real forward. Yields what the block was before it, for the recompute."""
         # In a mode that ran before, only the buffers it changed are copied. Batch norm writes its running statistics
         # without raising their version, so the first run in a mode compares values.
-        known = self._module.training in self._known_modes
+        mode = tuple(module.training for module in self._module.modules())
+        known = mode in self._known_modes
         kept = {
             (id(module), key): buffer.clone()
             for module, key, buffer in self._buffers()
             if not known or (id(module), key) in self._mutable
         }
         versions = {(id(module), key): (buffer, buffer._version) for module, key, buffer in self._buffers()}
+        attributes = [(m, frozenset(m.__dict__), _attributes(m)) for m in self._module.modules()]
+        tensors = [(key, x, x._version) for _, _, found in attributes for key, x in found.items() if _is_tensor(x)]
         with self._recording_hooks():
-            yield Before(kept, [(module, _plain_attributes(module)) for module in self._module.modules()])
+            yield Before(kept, attributes, GlobalRandom.now())
+        self._refuse_written(tensors)
         for module, key, buffer in self._buffers():
             where = (id(module), key)
             if where not in versions:
@@ -84,7 +89,7 @@ class Replay:
             old, version = versions[where]
             if buffer is not old or buffer._version != version or not (known or _same(buffer, kept[where])):
                 self._mutable.add(where)
-        self._known_modes.add(self._module.training)
+        self._known_modes.add(mode)
 
     @contextlib.contextmanager
     def second_run(self, before: Before) -> Iterator[None]:
@@ -96,15 +101,15 @@ class Replay:
             (module, key, buffer) for module, key, buffer in self._buffers() if (id(module), key) in self._mutable
         ]
         attributes = [(module, dict(module.__dict__)) for module in self._module.modules()]
+        random_state = GlobalRandom.now()
         hooks = [(table, dict(table)) for _, table in self._hook_tables()]
         for module, key, buffer in buffers:
             module._buffers[key] = before.buffers.get((id(module), key), buffer).clone()
-        for module, entries in attributes:
-            module.__dict__.update(
-                {key: copy.copy(value) for key, value in entries.items() if _is_container(key, value)}
-            )
-        for module, plain in before.attributes:
-            module.__dict__.update(plain)
+        for module, names, found in before.attributes:
+            for name in [name for name in module.__dict__ if name not in names]:
+                del module.__dict__[name]
+            module.__dict__.update({key: copy.copy(x) if _is_container(key, x) else x for key, x in found.items()})
+        before.random_state.restore()
         for owner, table in self._hook_tables():
             for key in [key for key in table if (owner, key) in self._observers]:
                 del table[key]
@@ -119,6 +124,19 @@ class Replay:
             for table, entries in hooks:
                 table.clear()
                 table.update(entries)
+            random_state.restore()
+
+    def _refuse_written(self, tensors: list[tuple[str, torch.Tensor, int]]) -> None:
+        for key, tensor, version in tensors:
+            if tensor._version != version:
+                raise UnsupportedModelError(
+                    explain(
+                        f"{self._name}: attribute {key}",
+                        "a tensor written in place in forward",
+                        "its old value is gone when the block is recomputed in backward",
+                        'Register it as a buffer, assign a new tensor instead, or set "activations": "keep"',
+                    )
+                )
 
     def _buffers(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
         for module in self._module.modules():
@@ -176,16 +194,31 @@ class Before:
 
     Attributes:
         buffers: values of the buffers that it may change, by (module id, name).
-        attributes: per module, its attributes that are plain values (flags, counters, names).
+        attributes: per module, the names of its attributes, and the attributes that are plain values (flags, counters,
+            names), tensors without a graph, or containers (copied).
+        random_state: Python's and NumPy's random state; torch's is the checkpoint's to keep.
     """
 
     buffers: dict[tuple[int, str], torch.Tensor]
-    attributes: list[tuple[nn.Module, dict[str, Any]]]
+    attributes: list[tuple[nn.Module, frozenset[str], dict[str, Any]]]
+    random_state: GlobalRandom
 
 
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    # Tensors are left out: keeping an earlier graph's output alive would keep that graph.
-    return {key: value for key, value in module.__dict__.items() if isinstance(value, (bool, int, float, str))}
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    # Tensors with a graph are left out: keeping an earlier output alive would keep its graph.
+    kept = {}
+    for key, value in module.__dict__.items():
+        if isinstance(value, (bool, int, float, str)) or _is_tensor(value):
+            kept[key] = value
+        elif _is_container(key, value):
+            kept[key] = copy.copy(value)
+        elif value is None and key not in _MODULE_TABLES:
+            kept[key] = value
+    return kept
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.requires_grad
 
 
 def _is_container(name: str, value: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 
 from megatrain_ds.memory.streams import H2D
 from megatrain_ds.model.parameters import raw_data, set_raw_data
+from megatrain_ds.runtime.inputs import refuse_double_backward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -114,6 +115,7 @@ class RootWeights:
 
 
 def _take_gradient(take: Callable[[int, int, torch.Tensor], None], unit: int, index: int, param: torch.Tensor) -> None:
+    refuse_double_backward()
     grad, param.grad = param.grad, None
     assert grad is not None
     take(unit, index, grad)

@@ -17,10 +17,17 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from megatrain_ds.errors import add_note
+from megatrain_ds.errors import StateError, add_note
 from megatrain_ds.model.template import Template
 from megatrain_ds.runtime.executor import UnitCall
-from megatrain_ds.runtime.inputs import Arguments, WrittenInputs, renewed, through_boundary
+from megatrain_ds.runtime.inputs import (
+    Arguments,
+    UnchangedInputs,
+    WrittenInputs,
+    refuse_double_backward,
+    renewed,
+    through_boundary,
+)
 from megatrain_ds.runtime.replay import Before, Replay, snapshot
 from megatrain_ds.runtime.saved_weights import SavedWeights
 
@@ -96,17 +103,22 @@ class UnitForward:
         if self._keep:
             return self._run_and_keep(call, args, kwargs)
         again: Arguments = snapshot(args, self._unit.name), snapshot(kwargs, self._unit.name)
+        versions = self._weight_versions()
+        unchanged: UnchangedInputs
         before: Before | None = None
         written: dict[int, torch.Tensor] = {}
 
         def run(_anchor: torch.Tensor) -> Any:
-            nonlocal before, written
+            nonlocal before, written, unchanged
             if before is not None:
+                unchanged.check()
+                self._check_weights(versions)
                 return self._recompute(call, before, *renewed(again, written))
             self._inputs.before((args, kwargs))
             with self._replay.first_run() as before:
                 outputs = self._first_run(call, args, kwargs)
             written = self._inputs.after()
+            unchanged = UnchangedInputs(again, written, self._unit.name)
             return outputs
 
         return checkpoint(run, self._anchor, use_reentrant=False)
@@ -129,6 +141,20 @@ class UnitForward:
         ):
             return self._forward(*args, **kwargs)
 
+    def _weight_versions(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [param._version for _, param in self._unit.parameters]
+
+    def _check_weights(self, versions: list[int]) -> None:
+        for (name, _), old, new in zip(self._unit.parameters, versions, self._weight_versions(), strict=True):
+            if old != new:
+                raise StateError(
+                    f"backward through {name}",
+                    ("weights as they were in forward",),
+                    "written in place since",
+                    "Write weights before forward or after backward",
+                )
+
     def _run_and_keep(self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._executor.forward_weights(self._unit.index, call) as views:
             leaves = self._leaves(call, views)
@@ -146,6 +172,7 @@ class UnitForward:
         return leaves
 
     def _take_gradient(self, call: UnitCall, index: int, leaf: torch.Tensor) -> None:
+        refuse_double_backward()
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
         # Hooks that the user put on the parameter see the gradient of the leaf that stands for it.

@@ -53,6 +53,5 @@ def test_bindings_nest():
     with template.bound(outer):
         with template.bound(inner):
             assert block[0].weight is inner[0]
-        # What a nested binding puts back are the parameters themselves.
-        assert block[0].weight is own
+        assert block[0].weight is outer[0]
     assert block[0].weight is own
