@@ -107,6 +107,16 @@ def make_holder(name: str, parameters: Any, settings: Mapping[str, Any]) -> torc
                 'Set "type": "AdamW", or remove the offload_engine key to train with stock ZeRO-3',
             )
         )
+    for key, value in settings.items():
+        if value == "auto":
+            raise UnsupportedOptimizerError(
+                explain(
+                    f"optimizer.params.{key}",
+                    value,
+                    'only Trainer and Accelerate fill in "auto", and nobody did',
+                    "Set a number",
+                )
+            )
     # DeepSpeed reads "Adam" as AdamW unless adam_w_mode says otherwise.
     decoupled = kind == "adamw" or bool(settings.pop("adam_w_mode", True))
     settings.pop("adam_w_mode", None)

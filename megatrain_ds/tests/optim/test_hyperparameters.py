@@ -104,3 +104,8 @@ def test_deepspeeds_adam_is_served_by_its_own_mode():
     for mode in (1, 0):
         optimizer.adam_w_mode = mode
         assert adam_mode(optimizer) is bool(mode)
+
+
+def test_auto_that_nobody_filled_in_is_refused_by_key() -> None:
+    with pytest.raises(UnsupportedOptimizerError, match=r"optimizer\.params\.lr = 'auto'.*Set a number"):
+        make_holder("AdamW", [torch.nn.Parameter(torch.zeros(2))], {"lr": "auto"})
