@@ -54,10 +54,6 @@ class UnsupportedVersionError(MegaTrainError, ImportError):
     """An installed package has a signature that the plugin cannot hook; the message shows it."""
 
 
-class WorkerError(MegaTrainError, RuntimeError):
-    """A background worker failed; raised at the caller's next call, with the worker's error as its cause."""
-
-
 class CheckpointError(MegaTrainError, RuntimeError):
     """A checkpoint is missing, incomplete, or does not fit the model or the optimizer."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -101,3 +103,17 @@ def gpt2(layers: int = 4, **changes: Any) -> nn.Module:
 def causal_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """A Hugging Face causal model's own loss, without a cache."""
     return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+KEEP_OR_RECOMPUTE = pytest.mark.parametrize("activations", ["recompute", "keep"])
+
+
+def ids_of(device: torch.device) -> torch.Tensor:
+    """One batch of tokens."""
+    return token_batches(device, 1)[0]
+
+
+def with_loss(device: torch.device) -> Callable[[nn.Module], torch.Tensor]:
+    """`run(model)`: the loss of one batch."""
+    ids = ids_of(device)
+    return lambda model: model(ids)

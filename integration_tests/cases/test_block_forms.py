@@ -20,18 +20,16 @@ from integration_tests.cases.engines import (
     state,
     train,
 )
-from integration_tests.cases.models import WIDTH, Block, Stack, WithAuxiliary, token_batches
-
-KEEP_OR_RECOMPUTE = pytest.mark.parametrize("activations", ["recompute", "keep"])
-
-
-def ids_of(device: torch.device) -> torch.Tensor:
-    return token_batches(device, 1)[0]
-
-
-def with_loss(device: torch.device):
-    ids = ids_of(device)
-    return lambda model: model(ids)
+from integration_tests.cases.models import (
+    KEEP_OR_RECOMPUTE,
+    WIDTH,
+    Block,
+    Stack,
+    WithAuxiliary,
+    ids_of,
+    token_batches,
+    with_loss,
+)
 
 
 @KEEP_OR_RECOMPUTE

@@ -10,12 +10,8 @@ import torch
 from torch import nn
 
 from integration_tests.cases.engines import assert_plain_gradients
-from integration_tests.cases.models import WIDTH, Block, Stack, token_batches
+from integration_tests.cases.models import WIDTH, Block, Stack, ids_of, token_batches
 from megatrain_ds.errors import StateError, UnsupportedModelError, UnsupportedOptimizerError
-
-
-def ids_of(device: torch.device) -> torch.Tensor:
-    return token_batches(device, 1)[0]
 
 
 def test_submodule_shared_by_two_blocks(start, device) -> None:

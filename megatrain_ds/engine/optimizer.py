@@ -83,6 +83,8 @@ class MegaTrainOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         self._eager_units: set[int] = set()
         self._runtime: Runtime | None = None
         self.parameters: list[list[ParameterState]] = []
+        # The same in ZeRO-3's sub groups, in its order.
+        self.sub_groups: list[list[ParameterState]] = []
         torch.optim.Optimizer.__setstate__(self, {})
 
     def attach(self, runtime: Runtime) -> None:
@@ -100,6 +102,8 @@ class MegaTrainOptimizer(ZeROOptimizer, torch.optim.Optimizer):
             ]
             for position, group in enumerate(self.optimizer.param_groups)
         ]
+        size = self._settings.sub_group_size
+        self.sub_groups = [part for group in self.parameters for part in _split_sub_groups(group, size)]
 
     @property
     def runtime(self) -> Runtime:
@@ -142,12 +146,6 @@ class MegaTrainOptimizer(ZeROOptimizer, torch.optim.Optimizer):
     def holds_gradients(self) -> bool:
         """Whether backward has given gradients that no `step()` has used or dropped yet."""
         return bool(self._eager_units) or any(any(unit.received) for unit in self.runtime.store.units)
-
-    @property
-    def sub_groups(self) -> list[list[ParameterState]]:
-        """Trainable parameters in ZeRO-3's sub groups, in its order."""
-        size = self._settings.sub_group_size
-        return [part for group in self.parameters for part in _split_sub_groups(group, size)]
 
     @property
     def fp16_groups(self) -> list[list[torch.nn.Parameter]]:
@@ -265,7 +263,7 @@ class MegaTrainOptimizer(ZeROOptimizer, torch.optim.Optimizer):
     def destroy(self) -> None:
         """Forget the runtime; the engine closes it. Idempotent."""
         self._runtime = None
-        self.parameters = []
+        self.parameters, self.sub_groups = [], []
 
     def _decide(self) -> float | None:
         # Returns the factor for every gradient, or None to skip the step.
