@@ -85,6 +85,8 @@ class ParameterState:
         host = self.runtime.store.units[self.unit]
         current = self.gradient()
         if current is None:
+            # The last step's update may still read this unit's gradients.
+            self.runtime.pipeline.wait(self.unit)
             current = host.parameter_view("gradient", self.index)
             host.received[self.index] = True
         current.copy_(value)

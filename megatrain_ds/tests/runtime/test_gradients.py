@@ -265,6 +265,7 @@ def test_norms_are_those_of_the_gradients_and_carry_infinities(make_rig):
     rig = make_rig(2)
     rig.backward(1, {0: 3.0, 1: float("inf")})
     assert rig.drain.norms() == [[0.0] * 3, [24.0, float("inf"), 0.0]]
+    rig.gradients(1)
     rig.store.units[1].parameter_view("gradient", 1).fill_(0.5)
     rig.drain.remeasure(1, 1)
     assert rig.drain.norms()[1][1] == pytest.approx((32 * 0.25) ** 0.5, rel=1e-12)
