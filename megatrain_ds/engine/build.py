@@ -194,7 +194,9 @@ def _compose(
         pipeline=pipeline,
         tracer=tracer,
     )
-    access = ParameterAccess(host_units=store.units, pipeline=pipeline, roots=roots)
+    access = ParameterAccess(
+        host_units=store.units, pipeline=pipeline, roots=roots, compute_device=executor.device_in_use
+    )
     return Runtime(
         config,
         policy,

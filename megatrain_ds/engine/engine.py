@@ -209,6 +209,7 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
 
     def _forward_epilogue(self) -> None:
         self.runtime.executor.end_forward()
+        self.runtime.access.end_forward()
         self._stop_timers(self.engine_timers.forward_timers)
         if self._profiles_this_step():
             self.flops_profiler.stop_profile()

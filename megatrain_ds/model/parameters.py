@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+
+from megatrain_ds.model.placement import bare_alias, on_compute_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -98,6 +99,12 @@ class ParameterOwner(Protocol):
     def touched(self, param: StreamedParameter) -> None:
         """User code wrote the values, or holds an alias it may write through."""
 
+    def compute_device(self) -> torch.device | None:
+        """Where the forward or backward under way computes; None where none is."""
+
+    def lent(self, param: StreamedParameter, copied: torch.Tensor) -> None:
+        """User code holds an alias of a device copy of `param`; what it writes there reaches nobody."""
+
 
 class StreamedParameter(nn.Parameter):
     """A parameter whose values its owner brings up to date before they are read.
@@ -135,11 +142,15 @@ class StreamedParameter(nn.Parameter):
             if func == _SET_DATA:
                 return _assign_data(*args)
             versions = [param._version for param in streamed]
-            args, kwargs = _on_one_device(func, args, kwargs)
+            device = streamed[0].megatrain_owner.compute_device() if streamed else None
+            args, kwargs, copies = on_compute_device(func, args, kwargs, streamed, device)
             result = func(*args, **kwargs)
             for param, version in zip(streamed, versions, strict=True):
-                if param._version != version or _may_write_through(result, param):
+                if param._version != version or bare_alias(result, param):
                     param.megatrain_owner.touched(param)
+            for param, copied in copies:
+                if bare_alias(result, copied):
+                    param.megatrain_owner.lent(param, copied)  # type: ignore[attr-defined]
         return result
 
 
@@ -186,37 +197,6 @@ def _streamed(tree: Any) -> Iterable[StreamedParameter]:
     elif isinstance(tree, dict):
         for item in tree.values():
             yield from _streamed(item)
-
-
-def _on_one_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    # A streamed weight that is used outside its block's own forward (a part of the block called by itself, a weight in
-    # a loss) meets tensors of the compute device: it is copied there, and gradient comes back through the copy.
-    others = [x.device for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.device.type != "cpu"]
-    writes_itself = getattr(func, "__name__", "").endswith("_") and args and isinstance(args[0], StreamedParameter)
-    if not others or writes_itself:
-        return args, kwargs
-
-    def move(value: Any) -> Any:
-        return value.to(others[0]) if isinstance(value, StreamedParameter) and value.device.type == "cpu" else value
-
-    return tree_map(move, (args, kwargs))
-
-
-def _may_write_through(result: Any, param: StreamedParameter) -> bool:
-    # A differentiable view of a leaf that requires grad cannot be written in place, so only bare aliases count.
-    if isinstance(result, torch.Tensor):
-        if result.requires_grad and result.grad_fn is not None:
-            return False
-        return result is not param and _same_storage(result, param)
-    if isinstance(result, (tuple, list)):
-        return any(_may_write_through(item, param) for item in result)
-    return not isinstance(result, (bool, int, float, str, torch.Size, torch.dtype, torch.device, type(None)))
-
-
-def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.layout != torch.strided or a.device != b.device or a.device.type == "meta":
-        return False
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _assign_data(param: StreamedParameter, value: torch.Tensor) -> None:

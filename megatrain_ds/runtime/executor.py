@@ -97,6 +97,10 @@ class Executor:
         """Where units compute."""
         return self._streams.device
 
+    def device_in_use(self) -> torch.device | None:
+        """Where the forward or backward under way computes; None where none is."""
+        return None if self.phase is Phase.IDLE else self.device
+
     @property
     def backward_position(self) -> str:
         """Where a backward pass is, for messages: the units under way, or the one whose turn is next."""

@@ -18,12 +18,19 @@ class Owner:
 
     def __init__(self) -> None:
         self.events: list[tuple[str, tuple[int, int]]] = []
+        self.device: torch.device | None = None
 
     def before_access(self, param: StreamedParameter) -> None:
         self.events.append(("wait", param.megatrain_key))
 
     def touched(self, param: StreamedParameter) -> None:
         self.events.append(("touched", param.megatrain_key))
+
+    def compute_device(self) -> torch.device | None:
+        return self.device
+
+    def lent(self, param: StreamedParameter, copied: torch.Tensor) -> None:
+        self.events.append(("lent", param.megatrain_key))
 
     def take(self) -> list[str]:
         taken, self.events = [event for event, _ in self.events], []
@@ -240,12 +247,37 @@ def test_raw_access_goes_past_the_owner(owner, param):
     assert owner.take() == []
 
 
-def test_meets_tensors_of_another_device_there() -> None:
-    module = nn.Linear(4, 3)
-    weight = adopt(module.weight, Owner(), (0, 0))
-    # "meta" stands for a compute device: shapes and devices are checked as on any other.
-    product = nn.functional.linear(torch.empty(2, 4, device="meta"), weight)
+# "meta" stands for a compute device: shapes and devices are checked as on any other.
+def test_meets_tensors_of_another_device_there(param) -> None:
+    product = nn.functional.linear(torch.empty(2, 3, device="meta"), param)
     assert product.device.type == "meta"
     assert product.requires_grad
-    weight.data.copy_(torch.ones(3, 4))
-    assert weight.device.type == "cpu"
+    assert param[torch.zeros(1, dtype=torch.long, device="meta")].device.type == "meta"
+    param.data.copy_(torch.ones(2, 3))
+    assert param.device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [lambda p: p.T, lambda p: p[0], lambda p: p @ p.T, lambda p: p.pow(2).mean(), lambda p: p.detach()],
+    ids=["T", "row", "matmul", "mean", "detach"],
+)
+@pytest.mark.parametrize("grad", [True, False])
+def test_computes_on_the_device_of_the_forward_under_way(owner, param, operation, grad) -> None:
+    owner.device = torch.device("meta")
+    with torch.set_grad_enabled(grad):
+        assert operation(param).device.type == "meta"
+    owner.device = None
+    assert operation(param).device.type == "cpu"
+
+
+def test_writes_in_a_forward_reach_the_parameter(owner, param) -> None:
+    owner.device = torch.device("meta")
+    with torch.no_grad():
+        param.data.fill_(1.0)
+        param[0] = 2.0
+        param += 1.0
+        param.mul_(2.0)
+        torch.add(param, torch.ones(2, 3), out=param)
+    assert raw_data(param).tolist() == [[7.0] * 3, [5.0] * 3]
+    assert "touched" in owner.take()
