@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from megatrain_ds.config import read_param_dict
+from megatrain_ds.config import BLOCK_KEY, read_param_dict
 from megatrain_ds.deepspeed_keys import REFUSED, WITHOUT_EFFECT, KeyRule
 from megatrain_ds.errors import MegaTrainWarning, explain
 
@@ -75,6 +75,7 @@ def check_deepspeed_config(config: Any) -> None:
         value = read_key(config, rule)
         if value is not None and value not in rule.harmless:
             _warn(explain(rule.key, value, f"has no effect, {rule.reason}", rule.action))
+    _warn_of_finite_check(config)
     for name in _unknown_zero_keys(config):
         _warn(explain(f"zero_optimization.{name}", "set", "is not known to this engine and has no effect", "Remove it"))
 
@@ -135,6 +136,22 @@ def _refuse_unfilled_clipping(config: Any) -> None:
     clipping = config.gradient_clipping
     if isinstance(clipping, bool) or not isinstance(clipping, int | float):
         raise EngineConfigError(explain("gradient_clipping", clipping, "is a number", "Set it, 0 for no clipping"))
+
+
+def _warn_of_finite_check(config: Any) -> None:
+    """Tell that the check cannot be switched off where every gradient's norm is measured anyway."""
+    block = read_param_dict(config).get(BLOCK_KEY)
+    if not isinstance(block, Mapping) or block.get("finite_check") is not False:
+        return
+    causes = {
+        f'"gradient_clipping" is {config.gradient_clipping} (1.0 where it is left out)': config.gradient_clipping > 0,
+        '"fp16" scales the loss': read_param_dict(config).get("fp16", {}).get("enabled") is True,
+    }
+    for cause, holds in causes.items():
+        if holds:
+            rule = f"has no effect: {cause}, which needs the norms of all gradients before any update"
+            _warn(explain(f"{BLOCK_KEY}.finite_check", False, rule, 'Set "gradient_clipping": 0.0, or remove it'))
+            return
 
 
 def _unknown_zero_keys(config: Any) -> list[str]:

@@ -45,7 +45,7 @@ REFUSED: tuple[KeyRule, ...] = (
         "zero_config.stage",
         (3,),
         "streaming takes the place of ZeRO stage 3 offload, and scripts load and save by that stage",
-        'Set "stage": 3',
+        'Set "stage": 3 in a "zero_optimization" block; without the block DeepSpeed reads 0',
     ),
     KeyRule(
         "zero_optimization.offload_param.device",

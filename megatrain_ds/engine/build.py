@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatrain_ds.config import BLOCK_KEY
 from megatrain_ds.engine import param_access
+from megatrain_ds.errors import EngineConfigError, explain
 from megatrain_ds.memory.host_store import HostStore
 from megatrain_ds.memory.layout import ParameterSpec, UnitLayout, plan_unit
 from megatrain_ds.memory.streams import make_streams
@@ -135,7 +138,10 @@ def build_runtime(
     Raises:
         UnsupportedModelError: the structure cannot be served.
         HostMemoryError: too little host memory; nothing was allocated.
+        EngineConfigError: the trace file cannot be written.
     """
+    if config.trace_file is not None:
+        _check_writable(config.trace_file)
     units = find_units(model, config.units)
     layouts = [plan_unit(_specs(unit, groups)) for unit in units]
     footprint = _plan(units, layouts, config, policy)
@@ -270,6 +276,16 @@ def _make_tracer(config: MegaTrainConfig, device: torch.device) -> NullTracer:
     if config.trace_file is None:
         return NullTracer()
     return ChromeTracer(config.trace_file, skip_steps=2, num_steps=config.trace_steps, use_cuda=device.type == "cuda")
+
+
+def _check_writable(path: str) -> None:
+    # Now, not when the last step to be recorded is over.
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).touch()
+    except OSError as error:
+        name, action = f"{BLOCK_KEY}.trace_file", "Name a file that this process may write"
+        raise EngineConfigError(explain(name, path, f"cannot be written ({error.strerror})", action)) from None
 
 
 def _move_values(units: Sequence[Unit], views: Sequence[Sequence[torch.Tensor]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import deepspeed
@@ -245,3 +246,22 @@ def test_more_than_one_rank_is_refused_for_now():
     check_world_size(1)
     with pytest.raises(EngineConfigError, match=r"world size = 2: .*one rank for now.*--num_gpus 1"):
         check_world_size(2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "cause"),
+    [
+        ({}, r"1\.0 where it is left out"),
+        ({"gradient_clipping": 0.5}, "0.5"),
+        ({"gradient_clipping": 0.0, "fp16": {"enabled": True}}, "fp16"),
+        ({"gradient_clipping": 0.0}, None),
+    ],
+)
+def test_a_finite_check_that_stays_on_is_told(keys, cause):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_deepspeed_config(parse(megatrain={"finite_check": False}, **keys))
+    told = [str(warning.message) for warning in caught if "finite_check" in str(warning.message)]
+    assert len(told) == (cause is not None)
+    if cause is not None:
+        assert re.search(cause, told[0])

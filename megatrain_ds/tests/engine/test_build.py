@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatrain_ds.errors import HostMemoryError, MegaTrainWarning
+from megatrain_ds.errors import EngineConfigError, HostMemoryError, MegaTrainWarning
 from megatrain_ds.memory.arena import PAGE_BYTES
 from megatrain_ds.model.parameters import StreamedParameter, raw_data
 from megatrain_ds.tests.engine.models import (
@@ -126,3 +126,10 @@ def test_a_failure_after_the_build_gives_everything_back(start):
     assert {type(param) for param in model.parameters()} == {nn.Parameter}
     assert not any("forward" in vars(module) for module in model.modules())
     assert len(train(start(model), range(1))) == 1
+
+
+def test_a_trace_file_that_cannot_be_written_is_refused_at_once(start, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EngineConfigError, match=r"megatrain\.trace_file = .*file/trace\.json.*Name a file"):
+        start(make_model(), block={"trace_file": str(tmp_path / "file" / "trace.json")})
+    assert engine_threads() == []
