@@ -24,6 +24,7 @@ from megatrain_ds.engine.build import Runtime, StepPolicy, build_runtime
 from megatrain_ds.engine.checkpointing import CheckpointingMixin
 from megatrain_ds.engine.full_parameters import gather_partitioned
 from megatrain_ds.engine.late_changes import LateChanges
+from megatrain_ds.engine.model_checkpointing import ModelCheckpointing
 from megatrain_ds.engine.optimizer import MegaTrainOptimizer, StepSettings
 from megatrain_ds.errors import UnsupportedOptimizerError, add_note, explain
 from megatrain_ds.model.compiled import check_not_compiled, refuse_compiled
@@ -178,7 +179,7 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
                 if buffer is not None:
                     buffer_owner._buffers[name] = buffer.to(self.device)
         self._late_changes = LateChanges(self._model, self._runtime.units)
-        self._checkpointing_modules = [m for m in self._model.modules() if hasattr(m, "gradient_checkpointing")]
+        self._model_checkpointing = ModelCheckpointing(self._model)
         # Its synchronisations at both ends of a step would stop what runs across them.
         self.tput_timer.config.synchronized = False
         # Threads and page locks go with the engine, even if destroy() is never called.
@@ -194,10 +195,7 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
         return self._model.register_forward_hook(hook)
 
     def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
-        for module in self._checkpointing_modules:
-            # Units recompute already; a second recompute around them would run every block three times.
-            if getattr(module, "gradient_checkpointing", False):
-                setattr(module, "gradient_checkpointing", False)  # noqa: B010 - not an attribute of every module
+        self._model_checkpointing.bypass()
         self._start_timers(self.engine_timers.forward_timers)
         if self._profiles_this_step():
             self.flops_profiler.start_profile(ignore_list=None)
@@ -300,6 +298,7 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
             if hook is not None:
                 hook.remove()
         if runtime is not None:
+            self._model_checkpointing.restore()
             self._finalizer.detach()
             runtime.close()
 
