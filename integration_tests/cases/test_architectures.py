@@ -292,10 +292,11 @@ def test_gradient_checkpointing_enabled_between_steps(start, device, use_reentra
 
 
 def test_a_checkpointed_block_runs_twice_a_step(start, device) -> None:
-    """Once in forward and once recomputed: the model's own checkpointing adds no third run."""
+    """Once in forward and once recomputed: the model's own reentrant checkpointing adds no third run."""
     ids = token_batches(device, 1)[0]
     model = llama()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    model.enable_input_require_grads()
     block = model.model.layers[1]
     own, runs = block.forward, []
 
