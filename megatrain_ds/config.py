@@ -64,6 +64,12 @@ class MegaTrainConfig(BaseModel):
         description='What backward does about a unit\'s activations: "recompute" them from its inputs, or "keep" them '
         "on the device.",
     )
+    compile: bool = Field(
+        default=False,
+        description="torch.compile the forward of each unit, one graph for all units of a class. Sums are ordered "
+        "otherwise than without it. A unit's gradients then arrive together: one more unit's gradient bytes of device "
+        "memory.",
+    )
     update_kernel: Literal["native", "torch", "deepspeed"] = Field(
         default="native",
         description='What runs the host update: the fused "native" kernel, plain "torch" operations, or '

@@ -18,6 +18,7 @@ from megatrain_ds.errors import EngineConfigError, explain
 from megatrain_ds.memory.host_store import HostStore
 from megatrain_ds.memory.layout import ParameterSpec, UnitLayout, plan_unit
 from megatrain_ds.memory.streams import make_streams
+from megatrain_ds.model.compiled import UnitCompiler
 from megatrain_ds.model.discovery import find_units
 from megatrain_ds.model.parameters import adopt, release
 from megatrain_ds.optim.kernel import load_kernel
@@ -298,6 +299,7 @@ def _move_values(units: Sequence[Unit], views: Sequence[Sequence[torch.Tensor]])
 
 
 def _take_over(runtime: Runtime) -> None:
+    compiler = UnitCompiler(settings={}, device=runtime.streams.device) if runtime.config.compile else None
     runtime.roots.move_to_device()
     for unit, layout in zip(runtime.units, runtime.layouts, strict=True):
         for index, (_, param) in enumerate(unit.parameters):
@@ -306,6 +308,8 @@ def _take_over(runtime: Runtime) -> None:
             trainable = [placement.spec.group is not None for placement in layout.placements]
             keep = runtime.config.activations == "keep"
             forward = UnitForward(unit, trainable, runtime.executor, keep_activations=keep)
+            if compiler is not None:
+                forward.compile(compiler)
             forward.install()
             runtime.forwards.append(forward)
 

@@ -27,11 +27,11 @@ from megatrain_ds.engine.late_changes import LateChanges
 from megatrain_ds.engine.model_checkpointing import ModelCheckpointing
 from megatrain_ds.engine.optimizer import MegaTrainOptimizer, StepSettings
 from megatrain_ds.errors import UnsupportedOptimizerError, add_note, explain
-from megatrain_ds.model.compiled import check_not_compiled, refuse_compiled
+from megatrain_ds.model.compiled import UnitCompiler, check_not_compiled, refuse_beyond_forward
 from megatrain_ds.optim.hyperparameters import adam_mode, make_holder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 
 class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
@@ -247,13 +247,30 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
         finally:
             self._is_gradient_accumulation_boundary = before
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Refused: the compiler would trace through the streaming of weights.
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the forward of each streamed unit; see `DeepSpeedEngine.compile`. As `"compile": true` does.
+
+        Args:
+            backend: as `torch.compile`'s.
+            compile_kwargs: `torch.compile`'s other arguments.
+            schedule: refused.
+            compiled_autograd_enabled: refused.
 
         Raises:
-            UnsupportedModelError: always.
+            UnsupportedModelError: something was asked for that streaming does not go with.
         """
-        raise refuse_compiled("engine.compile()", type(self._model).__name__)
+        refuse_beyond_forward(schedule=schedule, compiled_autograd_enabled=compiled_autograd_enabled)
+        settings = {key: value for key, value in (compile_kwargs or {}).items() if key != "backend"}
+        compiler = UnitCompiler(backend, settings=settings, device=self.runtime.streams.device)
+        for forward in self.runtime.forwards:
+            forward.compile(compiler)
+        self._is_compiled = True
 
     def module_state_dict(
         self,

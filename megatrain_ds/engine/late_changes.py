@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from megatrain_ds.errors import MegaTrainWarning, UnsupportedModelError, explain
+from megatrain_ds.model.compiled import check_not_compiled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,11 +37,12 @@ class LateChanges:
             step: optimizer steps done.
 
         Raises:
-            UnsupportedModelError: a parameter was added or replaced.
+            UnsupportedModelError: a parameter was added or replaced, or a module was compiled.
         """
         if step == self._step:
             return
         self._step = step
+        check_not_compiled(self._model)
         for name, param in self._model.named_parameters():
             # Plain tensors stand there for the length of a torch.func.functional_call.
             if type(param) is not nn.Parameter and id(param) not in self._known:

@@ -130,6 +130,9 @@ class StreamedParameter(nn.Parameter):
     def __torch_function__(  # noqa: D105
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if torch.compiler.is_compiling():
+            # A wait that the compiler traced through would not happen again.
+            torch._dynamo.graph_break()
         kwargs = kwargs or {}
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():

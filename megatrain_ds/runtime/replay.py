@@ -50,6 +50,11 @@ def snapshot(tree: Any, name: str) -> Any:
     return tree
 
 
+def holds_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a block's arguments include a key-value cache."""
+    return any(_is_cache(value) for value in (*args, *kwargs.values()))
+
+
 class Replay:
     """What must not happen twice in one block.
 
@@ -63,6 +68,10 @@ class Replay:
         self._mutable: set[tuple[int, str]] = set()
         self._observers: set[tuple[int, int]] = set()
         self._known_modes: set[tuple[bool, ...]] = set()
+
+    def has_inner_hooks(self) -> bool:
+        """Whether modules inside the block carry forward hooks."""
+        return bool(self._hook_tables())
 
     @contextlib.contextmanager
     def first_run(self) -> Iterator[Before]:

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import functools
 import types
+import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from megatrain_ds.errors import StateError, add_note
+from megatrain_ds.errors import MegaTrainWarning, StateError, add_note, explain
 from megatrain_ds.model.template import Template
 from megatrain_ds.runtime.executor import UnitCall
 from megatrain_ds.runtime.inputs import (
@@ -28,14 +30,28 @@ from megatrain_ds.runtime.inputs import (
     renewed,
     through_boundary,
 )
-from megatrain_ds.runtime.replay import Before, Replay, snapshot
+from megatrain_ds.runtime.replay import Before, Replay, holds_cache, snapshot
 from megatrain_ds.runtime.saved_weights import SavedWeights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from megatrain_ds.model.compiled import UnitCompiler
     from megatrain_ds.model.units import Unit
     from megatrain_ds.runtime.executor import Executor
+
+
+Compute = Callable[..., Any]
+_HINDRANCES = {
+    "cache": (
+        "has no effect on a block that fills a key-value cache",
+        "Train with use_cache=False (or model.config.use_cache = False)",
+    ),
+    "hooks": (
+        "has no effect on a block with forward hooks on modules inside it",
+        "Put the hooks on the block itself, or leave compile out",
+    ),
+}
 
 
 class UnitForward:
@@ -59,6 +75,8 @@ class UnitForward:
         self._inputs = WrittenInputs(unit.name)
         self._keep = keep_activations
         self._forward = unit.module.forward
+        self._compiled: Compute | None = None
+        self._told = False
         # A positional tensor on the device: it is what makes checkpoint save and restore that device's random state.
         self._anchor = torch.empty(0, device=executor.device)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -70,6 +88,10 @@ class UnitForward:
             if self._trainable[index]:
                 hook = functools.partial(self._take_outside_gradient, index)
                 self._hooks.append(param.register_post_accumulate_grad_hook(hook))
+
+    def compile(self, compiler: UnitCompiler) -> None:
+        """Compute with a compiled forward from the next call on; not between a forward and its backward."""
+        self._compiled = compiler.compile(self._forward)
 
     def remove(self) -> None:
         """Give the module its own forward back; idempotent."""
@@ -91,17 +113,36 @@ class UnitForward:
         try:
             if torch.is_grad_enabled() and (any(self._trainable) or _any_requires_grad((args, kwargs))):
                 return self._run_with_graph(args, kwargs)
+            compute = self._choose(args, kwargs)
             with self._executor.forward_weights(self._unit.index, None) as views, self._template.bound(views):
-                return self._owned(self._forward(*args, **kwargs), views)
+                return self._owned(compute(*args, **kwargs), views)
         except Exception as error:
             add_note(error, f"megatrain: raised in unit {self._unit.name} ({type(self._module).__name__})")
             raise
 
+    def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compute:
+        # Once per call: its recompute must take the same. A graph is specialised for what a cache holds and for the
+        # hooks inside the block, which differ from call to call and between forward and recompute.
+        if self._compiled is None:
+            return self._forward
+        hindrance = "hooks" if self._replay.has_inner_hooks() else "cache" if holds_cache(args, kwargs) else None
+        if hindrance is None:
+            return self._compiled
+        if torch.is_grad_enabled() and not self._told:
+            self._told = True
+            warnings.warn(
+                explain("compile", True, *_HINDRANCES[hindrance]) + f" (Unit {self._unit.name}.)",
+                MegaTrainWarning,
+                stacklevel=2,
+            )
+        return self._forward
+
     def _run_with_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = UnitCall(self._unit.index)
+        compute = self._choose(args, kwargs)
         args, kwargs = through_boundary(functools.partial(self._executor.finish, call), (args, kwargs))
         if self._keep:
-            return self._run_and_keep(call, args, kwargs)
+            return self._run_and_keep(call, compute, args, kwargs)
         again: Arguments = snapshot(args, self._unit.name), snapshot(kwargs, self._unit.name)
         versions = self._weight_versions()
         unchanged: UnchangedInputs
@@ -113,23 +154,25 @@ class UnitForward:
             if before is not None:
                 unchanged.check()
                 self._check_weights(versions)
-                return self._recompute(call, before, *renewed(again, written))
+                return self._recompute(call, compute, before, *renewed(again, written))
             self._inputs.before((args, kwargs))
             with self._replay.first_run() as before:
-                outputs = self._first_run(call, args, kwargs)
+                outputs = self._first_run(call, compute, args, kwargs)
             written = self._inputs.after()
             unchanged = UnchangedInputs(again, written, self._unit.name)
             return outputs
 
         return checkpoint(run, self._anchor, use_reentrant=False)
 
-    def _first_run(self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _first_run(self, call: UnitCall, compute: Compute, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._executor.forward_weights(self._unit.index, call) as views:
             leaves = self._leaves(call, views)
             with self._template.bound(leaves):
-                return self._owned(self._forward(*args, **kwargs), views)
+                return self._owned(compute(*args, **kwargs), views)
 
-    def _recompute(self, call: UnitCall, before: Before, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _recompute(
+        self, call: UnitCall, compute: Compute, before: Before, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         views = self._executor.backward_weights(call)
         leaves = [
             view.detach().requires_grad_(trainable) for view, trainable in zip(views, self._trainable, strict=True)
@@ -139,7 +182,7 @@ class UnitForward:
             self._replay.second_run(before),
             self._template.bound(leaves),
         ):
-            return self._forward(*args, **kwargs)
+            return compute(*args, **kwargs)
 
     def _weight_versions(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():
@@ -155,11 +198,11 @@ class UnitForward:
                     "Write weights before forward or after backward",
                 )
 
-    def _run_and_keep(self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_and_keep(self, call: UnitCall, compute: Compute, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._executor.forward_weights(self._unit.index, call) as views:
             leaves = self._leaves(call, views)
             with SavedWeights(call, views, self._executor), self._template.bound(leaves):
-                return self._owned(self._forward(*args, **kwargs), views)
+                return self._owned(compute(*args, **kwargs), views)
 
     def _leaves(self, call: UnitCall, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         leaves = []

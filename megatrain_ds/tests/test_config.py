@@ -28,6 +28,7 @@ DEFAULTS = {
     "pin_memory": True,
     "units": None,
     "activations": "recompute",
+    "compile": False,
     "update_kernel": "native",
     "update_threads": None,
     "host_memory_limit_gib": None,
