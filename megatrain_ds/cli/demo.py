@@ -12,13 +12,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain_ds.cli import demo_report
+from megatrain_ds.cli.following import POLL_S, follow
 
-POLL_S = 0.2
 CPU_SIZES = ("--hidden", "128", "--layers", "6", "--length", "128", "--batch", "8", "--precision", "fp32")
 GPU_SIZES = ("--hidden", "512", "--layers", "8", "--length", "256", "--batch", "16", "--precision", "bf16")
 # Built side by side first, so that no run's step times share the cores with a compiler.
@@ -170,26 +169,3 @@ def run_script(demo_run: DemoRun, script: Path, num_steps: int) -> dict:
         end = log.read_text()[-4000:]
         raise DemoFailedError(f"The {demo_run.title} run ended with {program.returncode}. End of {log}:\n{end}")
     return {**lines[-1], "steps": lines[:-1]}
-
-
-def follow(program: subprocess.Popen, path: Path, bar) -> Iterator[str]:  # noqa: ANN001  (tqdm has no types)
-    """Yield the lines of `path` as `program` writes them, until it ends; the bar counts those of steps."""
-    while not path.exists() and program.poll() is None:
-        time.sleep(POLL_S)
-    if not path.exists():
-        return
-    with path.open() as stream:
-        ended = False
-        while True:
-            line = stream.readline()
-            if line.endswith("\n"):
-                yield line
-                if '"loss"' in line:
-                    bar.set_postfix(loss=f"{json.loads(line)['loss']:.3f}")
-                    bar.update()
-            elif ended:
-                return
-            else:
-                stream.seek(stream.tell() - len(line))
-                ended = program.poll() is not None
-                time.sleep(POLL_S)

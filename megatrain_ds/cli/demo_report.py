@@ -10,6 +10,7 @@ import statistics
 from importlib import metadata
 from pathlib import Path
 
+from megatrain_ds.cli import loss_plot
 from megatrain_ds.cli.curves import worst_excess
 
 MIN_STEPS = 20
@@ -130,23 +131,12 @@ def show(report: dict) -> None:
 
 def plot(report: dict, path: Path) -> None:
     """Draw both curves and, below, their difference on a logarithmic scale; write a PNG to `path`."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (curves, gap) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 6), height_ratios=(2, 1))
-    steps = range(1, len(report["loss_zero3"]) + 1)
-    curves.plot(steps, report["loss_zero3"], label="stock ZeRO-3 offload", linewidth=3, alpha=0.5)
-    curves.plot(steps, report["loss_megatrain"], label="megatrain", linewidth=1)
-    curves.set_ylabel("loss, nats per byte")
-    curves.legend()
-    for label, curve in {**report["loss_floor"], "megatrain": report["loss_megatrain"]}.items():
-        gap.plot(steps, distances(curve, report["loss_zero3"]), label=label)
-    gap.set_yscale("symlog", linthresh=1e-7)
-    gap.set_ylabel("distance to ZeRO-3")
-    gap.set_xlabel("step")
-    gap.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    draws = {**report["loss_floor"], "megatrain": report["loss_megatrain"]}
+    loss_plot.draw(
+        path,
+        reference=("stock ZeRO-3 offload", report["loss_zero3"]),
+        curve=("megatrain", report["loss_megatrain"]),
+        gaps={label: distances(curve, report["loss_zero3"]) for label, curve in draws.items()},
+        ylabel="loss, nats per byte",
+        gap_label="distance to ZeRO-3",
+    )

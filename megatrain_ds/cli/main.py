@@ -12,6 +12,7 @@ from importlib import import_module
 
 COMMANDS = {
     "doctor": ("megatrain_ds.cli.doctor", "say whether the plugin is active here, and why not"),
+    "compare": ("megatrain_ds.cli.compare", "run your own training command with the flag and without, and compare"),
     "demo": ("megatrain_ds.cli.demo", "train a small model with the flag and without, and compare the losses"),
 }
 """Name -> (module, one line of help). Only the module that is asked for is imported."""
@@ -26,9 +27,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    words, program = _split_program(list(sys.argv[1:] if argv is None else argv))
     arguments = _build_parser(words).parse_args(words)
+    arguments.program = program
     return import_module(COMMANDS[arguments.command][0]).run(arguments)
+
+
+def _split_program(words: list[str]) -> tuple[list[str], list[str]]:
+    """Part the words of `compare` from those of the command after the first "--", which may hold any."""
+    if words[:1] != ["compare"] or "--" not in words:
+        return words, []
+    end = words.index("--")
+    return words[:end], words[end + 1 :]
 
 
 def _build_parser(words: list[str]) -> argparse.ArgumentParser:

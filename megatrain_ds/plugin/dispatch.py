@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 from megatrain_ds.config import ENGINE_KEY, ENGINE_NAME, read_param_dict
 from megatrain_ds.errors import UnsupportedVersionError, explain
-from megatrain_ds.plugin.selection import selects_megatrain
+from megatrain_ds.plugin.selection import COMPARE_VARIABLE, selects_megatrain
 
 CONFIG_PARAMETERS = ("config_class", "config")
 """Constructor parameters that may carry the configuration; the parsed one first."""
@@ -35,6 +36,10 @@ def install(module: ModuleType) -> None:
         return following(chosen, *args, **kwargs)
 
     stock.__new__ = staticmethod(__new__)
+    if COMPARE_VARIABLE in os.environ:
+        from megatrain_ds.plugin import compare_recorder
+
+        compare_recorder.install(stock)
 
 
 def choose_class(stock: type, cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> type:

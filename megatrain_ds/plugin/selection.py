@@ -5,6 +5,7 @@ Knows the key and its valid values, not what is built for them.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -15,9 +16,14 @@ from megatrain_ds.errors import MegaTrainWarning, explain
 VALID_ENGINES = (ENGINE_NAME,)
 """Names that the key takes; DeepSpeed's own engine is chosen by leaving the key out."""
 
+COMPARE_VARIABLE = "MEGATRAIN_DS_COMPARE"
+"""Environment variable by which `megatrain-ds compare` reaches the programs it starts; its value is a file's path."""
+
 
 def selects_megatrain(param_dict: Mapping[str, Any]) -> bool:
     """Tell whether the top-level keys of a configuration choose this package's engine.
+
+    In a program started by `megatrain-ds compare` the key counts as present in one run and as absent in the other.
 
     Args:
         param_dict: The keys as written by the user.
@@ -25,7 +31,12 @@ def selects_megatrain(param_dict: Mapping[str, Any]) -> bool:
     Raises:
         EngineConfigError: The key holds anything but a valid engine name.
     """
+    compared = _compared_choice() if COMPARE_VARIABLE in os.environ else None
+    if compared is False:
+        return False
     if ENGINE_KEY not in param_dict:
+        if compared:
+            return True
         if BLOCK_KEY in param_dict:
             _warn_lonely_block(param_dict[BLOCK_KEY])
         return False
@@ -33,6 +44,12 @@ def selects_megatrain(param_dict: Mapping[str, Any]) -> bool:
     if isinstance(value, str) and value in VALID_ENGINES:
         return True
     raise _unknown_engine(value)
+
+
+def _compared_choice() -> bool:
+    from megatrain_ds.plugin.compare_spec import current_spec
+
+    return current_spec().flag
 
 
 def _warn_lonely_block(block: object) -> None:

@@ -1,0 +1,189 @@
+"""Runs the user's command once for `megatrain-ds compare`, and says in words how that ended.
+
+Starts it with one more environment variable, follows what the recorder inside writes, and leaves no process behind.
+Knows nothing about the script.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatrain_ds.cli.following import POLL_S, follow
+from megatrain_ds.cli.single_process import remove_shared_buffers
+from megatrain_ds.plugin.compare_spec import CompareSpec
+from megatrain_ds.plugin.selection import COMPARE_VARIABLE
+
+GRACE_S = 10.0  # between asking a process to end and ending it; data loader workers notice a lost parent within 5
+NUM_TAIL_LINES = 12
+ENGINES = {True: "MegaTrainEngine", False: "DeepSpeedEngine"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one run ended.
+
+    Attributes:
+        record: What the recorder left (see `EngineRecord.as_plain_data`); None when no optimizer step was taken.
+        problem: Why the run does not count, with the next action; empty when it does.
+        notes: What a reader of its figures should know.
+        tail: The last lines of its output, when there is a problem.
+        seconds: From the start of the command to its end.
+    """
+
+    record: dict[str, Any] | None
+    problem: str
+    notes: tuple[str, ...]
+    tail: str
+    seconds: float
+
+
+def run_once(spec: CompareSpec, program: Sequence[str], *, title: str, timeout_s: float) -> Outcome:
+    """Run the command behind a progress bar.
+
+    Args:
+        spec: The run; its folder exists.
+        program: The command line; its first word was found.
+        title: What the bar shows.
+        timeout_s: Seconds after which the command is ended.
+    """
+    from tqdm import tqdm
+
+    log, started_s, timed_out = Path(spec.folder) / f"{spec.name}.log", time.monotonic(), threading.Event()
+    environment = {**os.environ, **spec.publish()}
+    with log.open("w") as stream, tqdm(total=spec.num_steps, desc=title, unit="step") as bar:
+        command = subprocess.Popen(
+            program, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
+        )
+        timer = threading.Timer(timeout_s, _stop_late, (command, timed_out))
+        timer.start()
+        try:
+            events = [json.loads(line) for line in follow(command, spec.events, bar)]
+        finally:
+            timer.cancel()
+            end_all(command, spec)
+    seconds = time.monotonic() - started_s
+    record = json.loads(spec.record.read_text()) if spec.record.exists() else None
+    if record is not None and record["master_port"]:
+        remove_shared_buffers(int(record["master_port"]))
+    problem = find_problem(spec, command.returncode, events, record, timeout_s if timed_out.is_set() else None)
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-NUM_TAIL_LINES:]) if problem else ""
+    return Outcome(record, problem, tuple(find_notes(spec, record)), tail, seconds)
+
+
+def find_problem(
+    spec: CompareSpec,
+    status: int,
+    events: Sequence[dict[str, Any]],
+    record: dict[str, Any] | None,
+    timeout_s: float | None,
+) -> str:
+    """Return why a run does not count, or an empty string.
+
+    Args:
+        spec: The run.
+        status: The command's exit status, negative for a signal.
+        events: What the recorder told while it ran.
+        record: What it left.
+        timeout_s: The limit in seconds if the command was ended for reaching it.
+    """
+    done = max((event["step"] for event in events if "step" in event), default=0)
+    where = f"after {done} of {spec.num_steps} optimizer steps"
+    if timeout_s is not None:
+        return f"no end within {timeout_s:g} s, {where}. Raise --timeout, or ask for fewer --steps."
+    if status != 0:
+        words = next((event["text"] for event in events if event["event"] == "error"), "")
+        cause = f": {words}" if words else ""
+        return f"the command ended with status {status}, {where}{cause}. See its output."
+    if record is None:
+        return _explain_silence(events)
+    if record["engine"] != ENGINES[spec.flag]:
+        action = "Run `megatrain-ds doctor`" if spec.flag else "Train with deepspeed.initialize and a plain module"
+        return f"ran on {record['engine']}, expected {ENGINES[spec.flag]}. {action}."
+    return ""
+
+
+def _explain_silence(events: Sequence[dict[str, Any]]) -> str:
+    """Say what a command that ended well without one optimizer step did not do."""
+    kinds = {event["event"] for event in events}
+    if "deepspeed" not in kinds:
+        return (
+            "the script never imported DeepSpeed with this plugin active. "
+            "Compare a script that trains with DeepSpeed, and run `megatrain-ds doctor` with the script's Python."
+        )
+    if "engine" not in kinds:
+        return (
+            "the script never called DeepSpeed's engine: none was built. "
+            "Check that the launcher or TrainingArguments carries the DeepSpeed configuration."
+        )
+    if not any(event.get("trained") for event in events):
+        return "the script built an engine without an optimizer: nothing is trained. Give it an optimizer."
+    return (
+        "the script built an engine and took no optimizer step with it: engine.step() was never called at the end of "
+        "an accumulation. Check that it trains."
+    )
+
+
+def find_notes(spec: CompareSpec, record: dict[str, Any] | None) -> list[str]:
+    """Return what a reader of this run's figures should know."""
+    if record is None:
+        return []
+    notes = []
+    done, world_size = len(record["losses"]), record["world_size"]
+    if not record["complete"]:
+        notes.append(f"the script ended by itself after {done} of {spec.num_steps} steps: its last work is not timed.")
+    if record["num_trained_engines"] > 1:
+        notes.append(f"{record['num_trained_engines']} engines trained: these are the figures of the furthest one.")
+    if world_size > 1:
+        notes.append(f"{world_size} ranks: these are the figures of rank 0.")
+    if record["skipped_steps"]:
+        notes.append(f"{record['skipped_steps']} steps were skipped for gradients that were not finite.")
+    return notes
+
+
+def end_all(command: subprocess.Popen, spec: CompareSpec) -> None:
+    """End the command and whatever it started that is still there."""
+    if command.poll() is None:
+        _stop(command)
+    deadline = time.monotonic() + GRACE_S
+    while find_processes(spec) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    for process in find_processes(spec):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    command.wait()
+
+
+def find_processes(spec: CompareSpec) -> list[int]:
+    """Return the processes that inherited this run's variable; launchers put them into sessions of their own."""
+    wanted = f"{COMPARE_VARIABLE}={spec.path}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+def _stop_late(command: subprocess.Popen, timed_out: threading.Event) -> None:
+    timed_out.set()
+    _stop(command)
+
+
+def _stop(command: subprocess.Popen) -> None:
+    """Ask the whole session, so that a launcher ends its ranks; then insist."""
+    for kind in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(command.pid, kind)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            command.wait(GRACE_S)
+            return
