@@ -96,7 +96,7 @@ def test_the_console_script_runs(installed):
 
 
 def test_the_commands_are_frozen_and_an_unknown_one_is_refused(capsys):
-    assert list(COMMANDS) == ["doctor", "demo"]
+    assert list(COMMANDS) == ["doctor", "compare", "demo"]
     with pytest.raises(SystemExit) as caught:
         main(["trian"])
     assert caught.value.code == 2
