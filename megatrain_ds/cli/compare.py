@@ -8,22 +8,27 @@ reports through `compare_losses` and `compare_report`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import math
+import shlex
 import shutil
+import signal
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatrain_ds.cli import compare_report
-from megatrain_ds.cli.compare_report import OURS, STOCK
+from megatrain_ds.cli.compare_report import OURS, STOCK, TITLES
 from megatrain_ds.cli.compare_runs import Outcome, run_once
 from megatrain_ds.errors import ConfigError, explain
 from megatrain_ds.plugin.compare_spec import CompareSpec
 
 MIN_TIMED_STEPS = 2
 USAGE_STATUS = 2
-TITLES = {OURS: "with the flag", STOCK: "without the flag"}
+INTERRUPTED_STATUS = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "megatrain-ds compare [options] -- command [arguments]"
     parser.epilog = (
         "The command is what starts your training: python train.py ..., accelerate launch ..., deepspeed ..., torchrun "
-        "... Exit status: 0 both ran and their losses agree, 1 otherwise, 2 for a wrong command line."
+        "... Exit status: 0 both ran and their losses agree, 1 otherwise, 2 for a wrong command line, 130 interrupted."
     )
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each run (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=3, help="of these, steps before the clock (default: %(default)s)")
@@ -39,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tolerance", type=float, help="relative distance of losses that counts as agreement")
     parser.add_argument("--out-dir", default="megatrain_compare", help="folder for logs, records and plot")
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    # Takes a command without "--" before it, so that what is missing can be named.
+    parser.add_argument("misplaced", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,7 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"megatrain-ds compare: {error}", file=sys.stderr)
         return USAGE_STATUS
     folder = Path(arguments.out_dir).resolve()
-    outcomes = {name: _run(name, arguments, folder) for name in (OURS, STOCK)}
+    try:
+        with _interrupts():
+            outcomes = {name: _run(name, arguments, folder) for name in (OURS, STOCK)}
+    except KeyboardInterrupt:
+        print(f"megatrain-ds compare: interrupted, and what it started is ended; see {folder}", file=sys.stderr)
+        return INTERRUPTED_STATUS
     report = compare_report.make_report(outcomes, arguments.program, arguments.tolerance)
     print(f"\n{compare_report.format_report(report)}")
     content = json.dumps(report, indent=1) + "\n"
@@ -70,12 +82,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError: No command, one that is not there, figures out of range, or a file that cannot be written.
     """
-    if not arguments.program:
-        action = "Write `megatrain-ds compare [options] -- python train.py ...`"
-        raise ConfigError(explain("command", arguments.program, 'stands after "--" and starts your training', action))
-    first = arguments.program[0]
-    if shutil.which(first) is None:
-        raise ConfigError(explain("command", first, "is no program on the PATH", "Correct it, or name python first"))
+    _check_command(arguments)
     if arguments.warmup < 1:
         raise ConfigError(explain("--warmup", arguments.warmup, "is at least 1", "The first step is never timed"))
     least = arguments.warmup + MIN_TIMED_STEPS
@@ -88,15 +95,32 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     _check_files(arguments)
 
 
+def _check_command(arguments: argparse.Namespace) -> None:
+    action = "Write `megatrain-ds compare [options] -- python train.py ...`"
+    if arguments.misplaced or not arguments.program:
+        value = shlex.join([*arguments.misplaced, *arguments.program])
+        raise ConfigError(explain("command", value, 'stands wholly after "--" and starts your training', action))
+    first = arguments.program[0]
+    if shutil.which(first) is None:
+        rule = "is neither a program on the PATH nor a file that may be executed"
+        raise ConfigError(explain("command", first, rule, "Correct it, or name python first"))
+
+
 def _check_files(arguments: argparse.Namespace) -> None:
+    """Try what will be written hours from now. Root may write where the permissions say no, so only trying tells."""
+    folder = Path(arguments.out_dir).resolve()
     try:
-        Path(arguments.out_dir).resolve().mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ConfigError(
-            explain("--out-dir", arguments.out_dir, f"cannot be made ({error.strerror})", "Name another folder")
-        ) from None
-    if arguments.json and not Path(arguments.json).resolve().parent.is_dir():
-        raise ConfigError(explain("--json", arguments.json, "lies in no folder that exists", "Make the folder first"))
+        rule = f"cannot be written ({error.strerror})"
+        raise ConfigError(explain("--out-dir", arguments.out_dir, rule, "Name another folder")) from None
+    try:
+        if arguments.json:
+            Path(arguments.json).open("a").close()
+    except OSError as error:
+        rule = f"cannot be written ({error.strerror})"
+        raise ConfigError(explain("--json", arguments.json, rule, "Name a file in a folder that exists")) from None
 
 
 def _run(name: str, arguments: argparse.Namespace, folder: Path) -> Outcome:
@@ -106,10 +130,24 @@ def _run(name: str, arguments: argparse.Namespace, folder: Path) -> Outcome:
     return run_once(spec, arguments.program, title=TITLES[name], timeout_s=arguments.timeout)
 
 
+@contextlib.contextmanager
+def _interrupts() -> Iterator[None]:
+    """Make the signals that would end this process act like Ctrl-C, so that it ends what it started first."""
+    # What nohup ignores stays ignored.
+    kinds = [kind for kind in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(kind) is signal.SIG_DFL]
+    for kind in kinds:
+        signal.signal(kind, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for kind in kinds:
+            signal.signal(kind, signal.SIG_DFL)
+
+
 def _plot(report: dict, folder: Path) -> str:
     """Draw the curves where that is possible, and say where they are."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return "No plot: matplotlib is not installed (`pip install matplotlib`). "
     path = folder / "losses.png"
     path.unlink(missing_ok=True)
+    if importlib.util.find_spec("matplotlib") is None:
+        return "No plot: matplotlib is not installed (`pip install matplotlib`). "
     return f"Curves are in {path}. " if compare_report.plot(report, path) else ""

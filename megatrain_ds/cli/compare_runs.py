@@ -7,8 +7,10 @@ Knows nothing about the script.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -16,7 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megatrain_ds.cli.following import POLL_S, follow
 from megatrain_ds.cli.single_process import remove_shared_buffers
@@ -25,6 +27,9 @@ from megatrain_ds.plugin.selection import COMPARE_VARIABLE
 
 GRACE_S = 10.0  # between asking a process to end and ending it; data loader workers notice a lost parent within 5
 NUM_TAIL_LINES = 12
+ERROR_LINE = re.compile(r"\b\w*(Error|Exception): \S")
+LAUNCHERS_OWN = re.compile(r"\[(launch|runner)\.py:|\bCalledProcessError\b")
+LAUNCHERS_END = re.compile(r"torch/distributed/elastic/|\bChildFailedError\b")  # a traceback and a table follow
 ENGINES = {True: "MegaTrainEngine", False: "DeepSpeedEngine"}
 
 
@@ -47,6 +52,21 @@ class Outcome:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Ending:
+    """What a command that has ended left, apart from its record and its output.
+
+    Attributes:
+        status: Its exit status, negative for a signal.
+        events: What the recorder told while it ran, in order.
+        timeout_s: The limit in seconds if it was ended for reaching it, else None.
+    """
+
+    status: int
+    events: tuple[dict[str, Any], ...]
+    timeout_s: float | None
+
+
 def run_once(spec: CompareSpec, program: Sequence[str], *, title: str, timeout_s: float) -> Outcome:
     """Run the command behind a progress bar.
 
@@ -58,58 +78,84 @@ def run_once(spec: CompareSpec, program: Sequence[str], *, title: str, timeout_s
     """
     from tqdm import tqdm
 
-    log, started_s, timed_out = Path(spec.folder) / f"{spec.name}.log", time.monotonic(), threading.Event()
-    environment = {**os.environ, **spec.publish()}
+    log, started_s = Path(spec.folder) / f"{spec.name}.log", time.monotonic()
     with log.open("w") as stream, tqdm(total=spec.num_steps, desc=title, unit="step") as bar:
-        command = subprocess.Popen(
-            program, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
-        )
-        timer = threading.Timer(timeout_s, _stop_late, (command, timed_out))
-        timer.start()
         try:
-            events = [json.loads(line) for line in follow(command, spec.events, bar)]
+            ending = _follow_to_end(spec, program, stream, bar, timeout_s)
+        except OSError as error:
+            return Outcome(None, f"the command could not be started: {error}. Correct it.", (), "", 0.0)
         finally:
-            timer.cancel()
-            end_all(command, spec)
+            spec.withdraw()
     seconds = time.monotonic() - started_s
     record = json.loads(spec.record.read_text()) if spec.record.exists() else None
-    if record is not None and record["master_port"]:
-        remove_shared_buffers(int(record["master_port"]))
-    problem = find_problem(spec, command.returncode, events, record, timeout_s if timed_out.is_set() else None)
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-NUM_TAIL_LINES:]) if problem else ""
+    output = log.read_text(errors="replace").splitlines()
+    problem = find_problem(spec, ending, record, output)
+    tail = "\n".join(output[-NUM_TAIL_LINES:]) if problem else ""
     return Outcome(record, problem, tuple(find_notes(spec, record)), tail, seconds)
 
 
-def find_problem(
-    spec: CompareSpec,
-    status: int,
-    events: Sequence[dict[str, Any]],
-    record: dict[str, Any] | None,
-    timeout_s: float | None,
-) -> str:
+def _follow_to_end(spec: CompareSpec, program: Sequence[str], stream: IO[str], bar: Any, timeout_s: float) -> Ending:
+    """Start the command, wait for its end, and leave neither a process nor shared memory of it behind.
+
+    Raises:
+        OSError: The command cannot be started.
+    """
+    environment, timed_out, events = {**os.environ, **spec.publish()}, threading.Event(), []
+    command = subprocess.Popen(
+        program, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
+    )
+    timer = threading.Timer(timeout_s, _stop_late, (command, timed_out))
+    timer.start()
+    try:
+        for line in follow(command, spec.events, bar):
+            events.append(json.loads(line))
+    finally:
+        timer.cancel()
+        end_all(command, spec)
+        for port in {event["master_port"] or "" for event in events}:
+            if port.isdigit():
+                remove_shared_buffers(int(port))
+    return Ending(command.returncode, tuple(events), timeout_s if timed_out.is_set() else None)
+
+
+def find_problem(spec: CompareSpec, ending: Ending, record: dict[str, Any] | None, output: Sequence[str]) -> str:
     """Return why a run does not count, or an empty string.
 
     Args:
         spec: The run.
-        status: The command's exit status, negative for a signal.
-        events: What the recorder told while it ran.
-        record: What it left.
-        timeout_s: The limit in seconds if the command was ended for reaching it.
+        ending: How its command ended.
+        record: What the recorder left.
+        output: The lines that the command printed.
     """
+    events = ending.events
     done = max((event["step"] for event in events if "step" in event), default=0)
     where = f"after {done} of {spec.num_steps} optimizer steps"
-    if timeout_s is not None:
-        return f"no end within {timeout_s:g} s, {where}. Raise --timeout, or ask for fewer --steps."
-    if status != 0:
-        words = next((event["text"] for event in events if event["event"] == "error"), "")
-        cause = f": {words}" if words else ""
-        return f"the command ended with status {status}, {where}{cause}. See its output."
+    if ending.timeout_s is not None:
+        cause = f" So far {_explain_silence(events)}" if not done else ""
+        return f"no end within {ending.timeout_s:g} s, {where}. Raise --timeout, or ask for fewer --steps.{cause}"
+    if ending.status != 0:
+        cause = find_error_line(events, output) or "it printed nothing"
+        return f"the command ended with status {ending.status}, {where}: {cause}"
     if record is None:
         return _explain_silence(events)
     if record["engine"] != ENGINES[spec.flag]:
         action = "Run `megatrain-ds doctor`" if spec.flag else "Train with deepspeed.initialize and a plain module"
         return f"ran on {record['engine']}, expected {ENGINES[spec.flag]}. {action}."
     return ""
+
+
+def find_error_line(events: Sequence[dict[str, Any]], output: Sequence[str]) -> str:
+    """Return the line that says why a command failed; empty if it printed nothing.
+
+    Args:
+        events: Those of the recorder, which hears an exception that nobody caught.
+        output: What the command printed, searched where the recorder was not there yet.
+    """
+    told = [event["text"] for event in events if event["event"] == "error"]
+    before = itertools.takewhile(lambda line: not LAUNCHERS_END.search(line), output)
+    spoken = [line for line in before if any(map(str.isalnum, line)) and not LAUNCHERS_OWN.search(line)]
+    raised = [line for line in spoken if ERROR_LINE.search(line)]
+    return next(iter([*told[:1], *raised[-1:], *spoken[-1:]]), "").strip().partition("\n")[0]
 
 
 def _explain_silence(events: Sequence[dict[str, Any]]) -> str:
@@ -140,7 +186,10 @@ def find_notes(spec: CompareSpec, record: dict[str, Any] | None) -> list[str]:
     notes = []
     done, world_size = len(record["losses"]), record["world_size"]
     if not record["complete"]:
-        notes.append(f"the script ended by itself after {done} of {spec.num_steps} steps: its last work is not timed.")
+        notes.append(
+            f"the script ended by itself after {done} of {spec.num_steps} steps, before the clock could wait for the "
+            f"last update: --steps {done} times it whole."
+        )
     if record["num_trained_engines"] > 1:
         notes.append(f"{record['num_trained_engines']} engines trained: these are the figures of the furthest one.")
     if world_size > 1:

@@ -39,14 +39,13 @@ class EngineRecord:
         self._start_s: float | None = None
         self._stop_s: float | None = None
 
-    def add_loss(self, value: torch.Tensor, num_micro_batches: int) -> None:
+    def add_loss(self, value: torch.Tensor) -> None:
         """Add one micro-batch of the step under way.
 
         Args:
-            value: Scalar that nobody will write to.
-            num_micro_batches: What it is divided by.
+            value: Its share of the step's loss, a scalar that nobody will write to.
         """
-        self._window.append(value / num_micro_batches)
+        self._window.append(value)
 
     def add_tokens(self, count: Count) -> None:
         """Add the tokens of one micro-batch; a tensor is an integer scalar on any device."""
@@ -85,9 +84,9 @@ class EngineRecord:
         """Return the record; waits for the device.
 
         Returns:
-            "engine" (class), "precision" ("fp32", "bf16", "fp16"), "loss_dtype", "losses" (one a step: the sum of what
-            backward got, each divided by the accumulation steps; None where nothing was seen), "step_times_s" (of the
-            steps after the warm-up, end to end), "mean_step_s" (with the final wait, when "drained"), "median_step_s",
+            "engine" (class), "precision" ("fp32", "bf16", "fp16"), "loss_dtype", "losses" (one a step: the sum over
+            its micro-batches of what gradients were made of, loss scale left out; None where nothing was seen),
+            "step_times_s" (of the steps after the warm-up, end to end), "mean_step_s" (with the final wait, when "drained"), "median_step_s",
             "tokens_per_s" (None where unknown), "resident_bytes", "peak_host_bytes", "peak_device_bytes" (None without
             a device), "memory_report" (the engine's own, if it has one), "num_parameters", "world_size",
             "skipped_steps", "device".

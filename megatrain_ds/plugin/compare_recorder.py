@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import inspect
 import json
 import os
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from megatrain_ds.plugin.compare_record import EngineRecord, count_tokens
-from megatrain_ds.plugin.compare_spec import CompareSpec, current_spec
+from megatrain_ds.plugin.compare_spec import PARTIAL_SUFFIX, CompareSpec, current_spec
 from megatrain_ds.plugin.compare_stop import end_process
 
 
@@ -87,15 +86,12 @@ class Recorder:
         return original(engine, *args, **kwargs)
 
     def around_backward(self, original: Callable[..., Any], engine: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """Take the loss as it was given, once its backward has succeeded."""
-        copy = _copy(loss)
+        """Take what DeepSpeed returns: the loss, divided by the accumulation steps unless the caller did that."""
         with self._inside_backward():
             result = original(engine, loss, *args, **kwargs)
+        copy = _copy(result)
         if copy is not None:
-            given = inspect.signature(original).bind(engine, loss, *args, **kwargs)
-            given.apply_defaults()
-            divides = given.arguments.get("scale_wrt_gas", True)
-            self._of(engine).add_loss(copy, engine.gradient_accumulation_steps() if divides else 1)
+            self._of(engine).add_loss(copy)
         return result
 
     def around_scale(self, original: Callable[..., Any], engine: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +132,8 @@ class Recorder:
         """Append one event. A write of one piece to a file opened so does not mix with other processes' lines."""
         if _rank() != 0:
             return
-        line = json.dumps({"event": event, "process": os.getpid(), **values}) + "\n"
+        place = {"process": os.getpid(), "master_port": os.environ.get("MASTER_PORT")}
+        line = json.dumps({"event": event, **place, **values}) + "\n"
         descriptor = os.open(self._spec.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             os.write(descriptor, line.encode())
@@ -145,6 +142,7 @@ class Recorder:
 
     def end(self) -> None:
         """Write the record of the engine that got furthest, if there is none yet; runs at exit."""
+        self.tell("end")
         if not self._ended and self._records:
             furthest = max(self._records, key=lambda record: record.num_steps)
             if furthest.num_steps:
@@ -161,8 +159,9 @@ class Recorder:
     def _end_step(self, engine: Any) -> None:
         record = self._of(engine)
         if not record.has_losses:
+            # DeepSpeed divides the gradients of a plain `loss.backward()` in hooks.
             for loss in self._plain_losses:
-                record.add_loss(loss, engine.gradient_accumulation_steps())
+                record.add_loss(loss / engine.gradient_accumulation_steps())
         self._plain_losses.clear()
         record.end_step(engine)
         if record.num_steps > self._furthest:
@@ -182,9 +181,8 @@ class Recorder:
             **record.as_plain_data(),
             "complete": complete,
             "num_trained_engines": len(self._records),
-            "master_port": os.environ.get("MASTER_PORT"),
         }
-        partial = self._spec.record.with_suffix(f".{os.getpid()}.partial")
+        partial = self._spec.record.with_suffix(f".{os.getpid()}{PARTIAL_SUFFIX}")
         partial.write_text(json.dumps(content) + "\n")
         partial.replace(self._spec.record)
 

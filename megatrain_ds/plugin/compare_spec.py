@@ -13,6 +13,9 @@ from pathlib import Path
 
 from megatrain_ds.plugin.selection import COMPARE_VARIABLE
 
+PARTIAL_SUFFIX = ".partial"
+"""Ends the name of a record that is being written."""
+
 
 @dataclass(frozen=True)
 class CompareSpec:
@@ -54,6 +57,11 @@ class CompareSpec:
             stale.unlink(missing_ok=True)
         self.path.write_text(json.dumps(asdict(self)) + "\n")
         return {COMPARE_VARIABLE: str(self.path)}
+
+    def withdraw(self) -> None:
+        """Remove what only the run's own processes read or wrote halfway; they have ended."""
+        for leftover in (self.path, *self.record.parent.glob(f"{self.record.stem}.*{PARTIAL_SUFFIX}")):
+            leftover.unlink(missing_ok=True)
 
 
 def current_spec() -> CompareSpec:

@@ -3,7 +3,8 @@
 [Note: Why not SystemExit] An exception runs the user's `finally` and `except` blocks, which save models over the ones
 that are there, push them, or swallow it; in a thread it ends that thread alone; Trainer and launchers print it. So the
 process ends here, and no line of the script after the step runs. What a normal end runs outside the script does run:
-exit handlers (temporary folders, trackers), the end of the process group, and the flush of the output.
+threads that are at work finish (a checkpoint written in the background is then whole), exit handlers (temporary
+folders, trackers), the end of the process group, and the flush of the output.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import threading
 from typing import NoReturn
 
 LIMIT_S = 60.0
-"""Seconds after which the process ends even if an exit handler hangs."""
+"""Seconds after which the process ends even if a thread or an exit handler hangs."""
 
 
 def end_process(limit_s: float = LIMIT_S) -> NoReturn:
@@ -25,12 +26,19 @@ def end_process(limit_s: float = LIMIT_S) -> NoReturn:
     watchdog = threading.Timer(limit_s, os._exit, (0,))
     watchdog.daemon = True
     watchdog.start()
+    phases = (
+        _ignore_ended_children,
+        _wait_for_threads,
+        atexit._run_exitfuncs,
+        _destroy_process_group,
+        sys.stdout.flush,
+        sys.stderr.flush,
+    )
     try:
-        _ignore_ended_children()
-        atexit._run_exitfuncs()
-        _destroy_process_group()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        for phase in phases:
+            # As at a normal end, one that fails keeps none of the others from running.
+            with contextlib.suppress(Exception):
+                phase()
     finally:
         os._exit(0)
 
@@ -42,10 +50,14 @@ def _ignore_ended_children() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
+def _wait_for_threads() -> None:
+    """Tell executors that nothing more comes, and wait for every thread that a normal end waits for."""
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def _destroy_process_group() -> None:
     """After the exit handlers, one of which may do the same. Every rank comes here after the same step."""
     import torch
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        with contextlib.suppress(RuntimeError, ValueError):
-            torch.distributed.destroy_process_group()
+        torch.distributed.destroy_process_group()
