@@ -86,10 +86,10 @@ class EngineRecord:
         Returns:
             "engine" (class), "precision" ("fp32", "bf16", "fp16"), "loss_dtype", "losses" (one a step: the sum over
             its micro-batches of what gradients were made of, loss scale left out; None where nothing was seen),
-            "step_times_s" (of the steps after the warm-up, end to end), "mean_step_s" (with the final wait, when "drained"), "median_step_s",
-            "tokens_per_s" (None where unknown), "resident_bytes", "peak_host_bytes", "peak_device_bytes" (None without
-            a device), "memory_report" (the engine's own, if it has one), "num_parameters", "world_size",
-            "skipped_steps", "device".
+            "step_times_s" (of the steps after the warm-up, end to end), "mean_step_s" (with the final wait, when
+            "drained"), "median_step_s", "tokens_per_s" (None where unknown), "resident_bytes", "peak_host_bytes",
+            "peak_device_bytes" (None without a device), "memory_report" (the engine's own, if it has one),
+            "num_parameters", "world_size", "skipped_steps", "device".
         """
         ends = self._ends_s[max(self._num_warmup, 1) - 1 :]
         times = [after - before for before, after in zip(ends, ends[1:], strict=False)]
