@@ -52,7 +52,9 @@ def _ignore_ended_children() -> None:
 
 def _wait_for_threads() -> None:
     """Tell executors that nothing more comes, and wait for every thread that a normal end waits for."""
-    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+    # Any other thread would wait for itself, and for the main thread, which has no reason to end.
+    if threading.current_thread() is threading.main_thread():
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _destroy_process_group() -> None:
