@@ -120,11 +120,11 @@ def users_program(comparison: Comparison, *options: str) -> list[object]:
     usual = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0}
     config = comparison.write_config(**usual, optimizer=adam, bf16={"enabled": False}, fp16={"enabled": False})
     script = ("--deepspeed", "--deepspeed_config", config, "--folder", comparison.folder)
-    return [*DEEPSPEED, comparison.port, SCRIPTS / "compare_user.py", *script, *options]
+    return [SCRIPTS / "compare_user.py", *script, *options]
 
 
 def test_losses_that_differ_end_non_zero_and_saves_are_whole(comparison, capsys):
-    report = comparison.run(*users_program(comparison, "--wrong", "losses"))
+    report = comparison.run(sys.executable, *users_program(comparison, "--wrong", "losses"))
     assert comparison.status == 1
     said = capsys.readouterr()
     assert "FAILED: losses: DIFFER: at step" in said.err
@@ -140,7 +140,7 @@ def test_losses_that_differ_end_non_zero_and_saves_are_whole(comparison, capsys)
 
 
 def test_a_run_that_fails_is_named_and_the_other_one_is_reported(comparison, capsys):
-    report = comparison.run(*users_program(comparison, "--wrong", "raises"))
+    report = comparison.run(*DEEPSPEED, comparison.port, *users_program(comparison, "--wrong", "raises"))
     assert comparison.status == 1
     said = capsys.readouterr()
     words = f"after 2 of {NUM_STEPS} optimizer steps: RuntimeError: no such thing"
