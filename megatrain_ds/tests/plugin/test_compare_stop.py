@@ -65,6 +65,7 @@ end_process()
 
 def test_a_file_that_a_thread_is_writing_is_whole(run):
     source = """
+import torch  # the end imports it, which takes longer than the save
 def save():
     with open("half", "w") as stream:
         time.sleep(0.5)
