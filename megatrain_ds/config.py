@@ -80,6 +80,11 @@ class MegaTrainConfig(BaseModel):
         ge=1,
         description="Threads of the host update, a count. None: chosen from the cores this process may use.",
     )
+    defer_moments: bool = Field(
+        default=True,
+        description="With gradient clipping or the finite check: where the forward waits for updates, write weights "
+        "first and moments of some units in backward. Same bits. Off: one pass a unit.",
+    )
     host_memory_limit_gib: float | None = Field(
         default=None,
         gt=0,

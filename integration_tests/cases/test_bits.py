@@ -22,6 +22,7 @@ from integration_tests.cases.engines import (
     state,
 )
 from integration_tests.cases.models import Block, Stack, causal_loss, gpt2, llama, token_batches
+from megatrain_ds.optim.adam import UpdatePart
 
 
 def trained(model: nn.Module, batches: list[torch.Tensor], *, accumulation: int = 1, **config: Any) -> Tensors:
@@ -150,3 +151,61 @@ def test_slow_host_update_changes_no_bit(device, finite_check, accumulation) -> 
         found.append(state(engine))
         engine.destroy()
     assert_same_bits(found[1], found[0])
+
+
+def slow_passes(engine: Any, *, seconds: dict[UpdatePart, float]) -> list[UpdatePart]:
+    """Make the passes of the host update slow; the list returned grows by the part of every pass."""
+    kernel, parts = engine.runtime.pipeline.kernel, []
+    update = kernel.update
+
+    def slow(*, part: UpdatePart, **operands: Any) -> None:
+        parts.append(part)
+        time.sleep(seconds.get(part, 0.0))
+        update(part=part, **operands)
+
+    kernel.update = slow
+    return parts
+
+
+def run_deferred(device: torch.device, *, accumulation: int, deferred: bool) -> tuple[Tensors, list[UpdatePart]]:
+    """State after eight steps, the fourth on gradients that are not finite."""
+    torch.manual_seed(5)
+    engine = initialize(
+        Stack(),
+        gradient_accumulation_steps=accumulation,
+        gradient_clipping=0.5,
+        block={"defer_moments": deferred, "synchronous": not deferred},
+        dtype=torch.bfloat16,
+    )
+    parts = slow_passes(engine, seconds={UpdatePart.MOMENTS: 0.01})
+    engine.runtime.pipeline.deferral.choose = frozenset
+    for index, ids in enumerate(token_batches(device, 8 * accumulation)):
+        loss = engine(ids)
+        engine.backward(loss * float("inf") if index // accumulation == 3 else loss)
+        engine.step()
+    found = state(engine)
+    engine.destroy()
+    return found, parts
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_deferred_moments_change_no_bit(device, accumulation) -> None:
+    """Moments written late: no weight, moment or gradient of the next step comes too early or too late."""
+    found, parts = run_deferred(device, accumulation=accumulation, deferred=True)
+    expected, whole = run_deferred(device, accumulation=accumulation, deferred=False)
+    assert set(parts) == {UpdatePart.WEIGHTS, UpdatePart.MOMENTS}
+    assert set(whole) == {UpdatePart.ALL}
+    assert_same_bits(found, expected)
+
+
+def test_moments_are_deferred_where_a_forward_waits(device, start) -> None:
+    engine = start(Stack(), gradient_clipping=1.0, dtype=torch.bfloat16)
+    parts = slow_passes(engine, seconds=dict.fromkeys((UpdatePart.ALL, UpdatePart.WEIGHTS), 0.005))
+    for ids in token_batches(device, 3):
+        loss = engine(ids)
+        time.sleep(0.2)
+        engine.backward(loss)
+        engine.step()
+    engine.runtime.pipeline.wait_all()
+    assert parts[: len(parts) // 3].count(UpdatePart.ALL) > 0
+    assert UpdatePart.MOMENTS in parts

@@ -21,6 +21,7 @@ from megatrain_ds.memory.streams import make_streams
 from megatrain_ds.model.compiled import UnitCompiler
 from megatrain_ds.model.discovery import find_units
 from megatrain_ds.model.parameters import adopt, release
+from megatrain_ds.optim.deferral import MomentDeferral
 from megatrain_ds.optim.kernel import load_kernel
 from megatrain_ds.optim.pipeline import HostPipeline
 from megatrain_ds.planning.footprint import Footprint, estimate, require_host_memory
@@ -176,7 +177,8 @@ def _compose(
     tracer = _make_tracer(config, device)
     common: dict[str, Any] = {"names": [unit.name for unit in units], "tracer": tracer}
     streams = make_streams(device, synchronous=config.synchronous, tracer=tracer)
-    pipeline = HostPipeline(host_units=store.units, kernel=kernel, synchronous=config.synchronous, **common)
+    deferral = MomentDeferral([_updated_elements(layout) for layout in layouts])
+    pipeline = HostPipeline(store.units, kernel=kernel, deferral=deferral, synchronous=config.synchronous, **common)
     pool = SlotPool(config.weight_slots, footprint.largest_unit_bytes, device)
     schedule = Schedule()
     flows: dict[str, Any] = {"host_units": store.units, "streams": streams, **common}
@@ -220,6 +222,10 @@ def _compose(
         roots,
         access,
     )
+
+
+def _updated_elements(layout: UnitLayout) -> int:
+    return sum(place.spec.numel for place in layout.placements if place.spec.group is not None)
 
 
 def _log(runtime: Runtime) -> None:

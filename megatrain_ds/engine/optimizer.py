@@ -239,10 +239,13 @@ class MegaTrainOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         else:
             hyper = self._read_groups(grad_scale)
             self._check_eager(hyper)
-            for unit in runtime.update_order():
+            order = runtime.update_order()
+            deferred = self._defer_moments(order)
+            for unit in order:
                 if unit in self._eager_units and any(runtime.store.units[unit].received):
                     raise self._gradient_after_update(unit)
-                runtime.pipeline.update(unit, hyper, runtime.drain.arrivals(unit))
+                runtime.pipeline.update(unit, hyper, runtime.drain.arrivals(unit), defer_moments=unit in deferred)
+            runtime.pipeline.write_moments()
         self._eager_hyper, self._eager_units = None, set()
         # Schedulers that were given the user's optimizer ask it whether a step has run.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -264,6 +267,13 @@ class MegaTrainOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         """Forget the runtime; the engine closes it. Idempotent."""
         self._runtime = None
         self.parameters, self.sub_groups = [], []
+
+    def _defer_moments(self, order: Sequence[int]) -> frozenset[int]:
+        # Without the barrier updates begin in backward, and nothing waits for them in forward.
+        runtime = self.runtime
+        if not (runtime.policy.measure_norm and runtime.config.defer_moments) or runtime.config.synchronous:
+            return frozenset()
+        return runtime.pipeline.deferral.choose(order)
 
     def _decide(self) -> float | None:
         # Returns the factor for every gradient, or None to skip the step.

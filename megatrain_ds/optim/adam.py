@@ -49,6 +49,11 @@ class AdamStep:
     step: int
     grad_scale: float
 
+    @property
+    def divisible(self) -> bool:
+        """Whether weights and moments can be written in separate passes: L2 decay reads the old weight for both."""
+        return self.decoupled or not self.weight_decay > 0.0
+
     def __post_init__(self) -> None:
         if self.step < 1:
             raise ValueError(explain("step", self.step, "the first update is step 1", "Count the step first"))
@@ -56,6 +61,14 @@ class AdamStep:
             beta = getattr(self, name)
             if not 0.0 <= beta < 1.0:
                 raise ValueError(explain(name, beta, "a beta lies in [0, 1)", "Correct the optimizer's betas"))
+
+
+class UpdatePart(IntEnum):
+    """What one pass of an update writes; WEIGHTS and then MOMENTS give the bits of ALL."""
+
+    ALL = 0
+    WEIGHTS = 1  # master and compute copy
+    MOMENTS = 2
 
 
 class DecayMode(IntEnum):

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from megatrain_ds.optim.adam import AdamStep
+from megatrain_ds.errors import explain
+from megatrain_ds.optim.adam import AdamStep, UpdatePart
 from megatrain_ds.optim.operands import check_update
 from megatrain_ds.optim.torch_kernel import TorchKernel
 
@@ -50,8 +51,11 @@ class DeepSpeedKernel(TorchKernel):
         grad: torch.Tensor,
         compute: torch.Tensor | None,
         hyper: AdamStep,
+        part: UpdatePart = UpdatePart.ALL,
     ) -> None:
         """Apply one Adam step by DeepSpeed's operator; every buffer of a step, then the next step."""
+        if part is not UpdatePart.ALL:
+            raise ValueError(explain("part", part.name, "DeepSpeed's operator writes everything", "Pass ALL"))
         compute = check_update(master, exp_avg, exp_avg_sq, grad, compute)
         # A copy even in fp32: scaling in place would change the caller's gradient.
         grad32 = grad.to(torch.float32, copy=True).mul_(hyper.grad_scale)

@@ -14,11 +14,11 @@ from typing import Protocol
 import torch
 
 from megatrain_ds.errors import MegaTrainWarning, explain
-from megatrain_ds.optim.adam import AdamStep
+from megatrain_ds.optim.adam import AdamStep, UpdatePart
 from megatrain_ds.optim.native import NativeBuildError, NativeKernel
 from megatrain_ds.optim.torch_kernel import TorchKernel
 
-__all__ = ["KERNEL_NAMES", "AdamStep", "UpdateKernel", "default_num_threads", "load_kernel"]
+__all__ = ["KERNEL_NAMES", "AdamStep", "UpdateKernel", "UpdatePart", "default_num_threads", "load_kernel"]
 
 KERNEL_NAMES = ("native", "torch", "deepspeed")
 
@@ -32,6 +32,8 @@ class UpdateKernel(Protocol):
     """
 
     name: str
+    splits: bool
+    """Whether an update in two parts costs less than two updates."""
 
     def update(
         self,
@@ -42,6 +44,7 @@ class UpdateKernel(Protocol):
         grad: torch.Tensor,
         compute: torch.Tensor | None,
         hyper: AdamStep,
+        part: UpdatePart = UpdatePart.ALL,
     ) -> None:
         """Apply one Adam or AdamW step in place.
 
@@ -55,6 +58,7 @@ class UpdateKernel(Protocol):
             compute: bf16 or fp16 tensor that receives the new master, rounded to nearest even; None for no copy;
                 `master` itself when compute is fp32 (nothing more to write).
             hyper: The update's scalars.
+            part: What is written. Parts need `hyper.divisible`, the same arguments, and this order.
         """
         ...
 

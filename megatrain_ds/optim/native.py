@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 
 from megatrain_ds.errors import MegaTrainError, explain
-from megatrain_ds.optim.adam import AdamScalars, AdamStep, adam_scalars
-from megatrain_ds.optim.operands import check_accumulate, check_block, check_gradient, check_update
+from megatrain_ds.optim.adam import AdamScalars, AdamStep, UpdatePart, adam_scalars
+from megatrain_ds.optim.operands import check_accumulate, check_block, check_gradient, check_part, check_update
 
 SOURCE_FOLDER = Path(__file__).parent / "csrc"
 LIBRARY_NAME = "host_optimizer.so"
@@ -69,6 +69,7 @@ class NativeKernel:
     """
 
     name = "native"
+    splits = True
 
     def __init__(self, num_threads: int, library: ctypes.CDLL | None = None) -> None:
         self._library = _default_library() if library is None else library
@@ -83,8 +84,10 @@ class NativeKernel:
         grad: torch.Tensor,
         compute: torch.Tensor | None,
         hyper: AdamStep,
+        part: UpdatePart = UpdatePart.ALL,
     ) -> None:
-        """Apply one Adam step to flat tensors and write the compute copy in the same pass."""
+        """Apply one Adam step, or a part of it, to flat tensors; the compute copy is written with the master."""
+        check_part(part, hyper)
         compute = check_update(master, exp_avg, exp_avg_sq, grad, compute)
         failed = self._library.megatrain_adam(
             master.data_ptr(),
@@ -96,6 +99,7 @@ class NativeKernel:
             0 if compute is None else _ELEMENT_CODES[compute.dtype],
             master.numel(),
             ctypes.byref(_Coefficients(*astuple(adam_scalars(hyper)))),
+            part.value,
             self._num_threads,
         )
         _require_known_types(failed)
@@ -185,7 +189,7 @@ def load_library(path: Path) -> ctypes.CDLL:
         raise NativeBuildError(explain("native kernel", str(path), f"it does not load ({error})", action)) from error
     address, code, count, number = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_int32
     library.megatrain_instruction_set.restype = ctypes.c_char_p
-    library.megatrain_adam.argtypes = [*[address] * 4, code, address, code, count, address, number]
+    library.megatrain_adam.argtypes = [*[address] * 4, code, address, code, count, address, code, number]
     library.megatrain_accumulate.argtypes = [address, code, address, code, count, number, number]
     library.megatrain_sum_of_squares.argtypes = [address, code, count, address, number]
     library.megatrain_prefault.argtypes = [address, count, number]

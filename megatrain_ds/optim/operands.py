@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from megatrain_ds.errors import explain
+from megatrain_ds.optim.adam import AdamStep, UpdatePart
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16)
@@ -46,6 +47,17 @@ def check_update(
     for name, tensor in others:
         _check_numel(name, tensor, "master", master)
     return compute
+
+
+def check_part(part: UpdatePart, hyper: AdamStep) -> None:
+    """Check that an update may be done in parts.
+
+    Raises:
+        ValueError: L2 decay adds the old weight to the gradient, which a second pass would no longer find.
+    """
+    if part is not UpdatePart.ALL and not hyper.divisible:
+        rule = "L2 decay reads the old weight for weights and moments, so that one pass must write both"
+        raise ValueError(explain("part", part.name, rule, "Pass ALL"))
 
 
 def check_accumulate(accumulator: torch.Tensor, grad: torch.Tensor) -> None:

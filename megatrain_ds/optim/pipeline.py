@@ -4,15 +4,20 @@
 `step()` decides, then updates run behind whatever comes next. With clipping or the finite check on, every gradient
 is needed first, so updates begin when backward has ended. With both off a unit's update is queued as soon as its last
 gradient has been issued. Either way the version of a unit is raised when its update is *queued*: from then on no slot
-that holds the old weights counts as current, and a fetch waits for that unit's ticket alone.
+that holds the old weights counts as current, and a fetch waits for that unit's ticket alone. The moments of some units
+are written after all weights (see `deferral`): until then their gradients must stay, and so must whoever reads them.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megatrain_ds.memory.layout import ELEMENT_ALIGNMENT, align
+from megatrain_ds.optim.adam import UpdatePart
+from megatrain_ds.optim.deferral import MOMENTS_BYTES, WEIGHTS_BYTES, WHOLE_BYTES
 from megatrain_ds.optim.worker import Worker
 
 if TYPE_CHECKING:
@@ -22,8 +27,16 @@ if TYPE_CHECKING:
 
     from megatrain_ds.memory.host_store import HostUnit
     from megatrain_ds.memory.streams import Event
+    from megatrain_ds.optim.deferral import MomentDeferral
     from megatrain_ds.optim.kernel import AdamStep, UpdateKernel
     from megatrain_ds.telemetry.trace import NullTracer
+
+
+_PASS_BYTES = {
+    UpdatePart.ALL: WHOLE_BYTES,
+    UpdatePart.WEIGHTS: WEIGHTS_BYTES,
+    UpdatePart.MOMENTS: MOMENTS_BYTES,
+}
 
 
 @dataclass(frozen=True)
@@ -51,26 +64,31 @@ class HostPipeline:
         names: name per unit, for labels and errors.
         kernel: does the arithmetic.
         tracer: receives a span per update.
+        deferral: watches what updates cost and who waits for them.
         synchronous: wait for every task at once (debug mode).
     """
 
     def __init__(
         self,
-        *,
         host_units: Sequence[HostUnit],
+        *,
         names: Sequence[str],
         kernel: UpdateKernel,
         tracer: NullTracer,
+        deferral: MomentDeferral,
         synchronous: bool,
     ) -> None:
         self.kernel = kernel
+        self.deferral = deferral
         self._host_units = host_units
         self._names = names
         self._tracer = tracer
         self._synchronous = synchronous
         self._worker = Worker("megatrain-host")
         self._versions = [0] * len(host_units)
+        self._weight_tickets = [0] * len(host_units)
         self._update_tickets = [0] * len(host_units)
+        self._deferred: list[tuple[int, list[_UpdateRange], Mapping[int, AdamStep]]] = []
         self._gradient_tickets = [0] * len(host_units)
 
     def version(self, unit: int) -> int:
@@ -82,11 +100,17 @@ class HostPipeline:
         self._versions[unit] += 1
 
     def is_current(self, unit: int) -> bool:
-        """Whether no update of `unit` is queued or running."""
-        return self._worker.done(self._update_tickets[unit])
+        """Whether no update of the weights of `unit` is queued or running."""
+        return self._worker.done(self._weight_tickets[unit])
+
+    def wait_weights(self, unit: int) -> None:
+        """Block until no update of the weights of `unit` is queued or running; raises what the worker raised."""
+        start = time.perf_counter()
+        self._worker.wait(self._weight_tickets[unit])
+        self.deferral.waited(time.perf_counter() - start)
 
     def wait(self, unit: int) -> None:
-        """Block until no update of `unit` is queued or running; raises what the worker raised."""
+        """Block until no update of `unit`, moments included, is queued or running; raises what the worker raised."""
         self._worker.wait(self._update_tickets[unit])
 
     def wait_gradient(self, unit: int) -> None:
@@ -123,7 +147,9 @@ class HostPipeline:
         self._gradient_tickets[unit] = ticket
         return ticket
 
-    def update(self, unit: int, hyper: Mapping[int, AdamStep], arrived: Sequence[Event]) -> None:
+    def update(
+        self, unit: int, hyper: Mapping[int, AdamStep], arrived: Sequence[Event], *, defer_moments: bool = False
+    ) -> None:
         """Queue the optimizer step of a unit on the gradients it has received.
 
         Parameters that received none are left alone, as PyTorch leaves a parameter whose grad is None: neither
@@ -133,6 +159,7 @@ class HostPipeline:
             unit: unit index.
             hyper: hyper-parameters per optimizer group; the step count of each parameter is filled in here.
             arrived: events after which the gradients are on the host.
+            defer_moments: leave the moments to `write_moments`, where the kernel and the decay allow it.
         """
         host = self._host_units[unit]
         ranges = _update_ranges(host)
@@ -143,15 +170,35 @@ class HostPipeline:
             for index in found.parameters:
                 host.steps[index] += 1
 
+        later = [found for found in ranges if defer_moments and self.kernel.splits and hyper[found.group].divisible]
+
         def task() -> None:
             for event in arrived:
                 event.synchronize()
             with self._tracer.host_span("update", self._names[unit]):
                 for found in ranges:
-                    self._update_range(host, found, replace(hyper[found.group], step=found.step + 1))
+                    part = UpdatePart.WEIGHTS if found in later else UpdatePart.ALL
+                    self._update_range(host, found, hyper[found.group], part)
 
         self.bump(unit)
-        self._update_tickets[unit] = self._submit(task, f"the optimizer step of {self._names[unit]}")
+        ticket = self._submit(task, f"the optimizer step of {self._names[unit]}")
+        self._weight_tickets[unit] = self._update_tickets[unit] = ticket
+        if later:
+            self._deferred.append((unit, later, hyper))
+
+    def write_moments(self) -> None:
+        """Every weight of the step is queued: queue the moments that were left, in the order gradients come in."""
+        self._submit(self.deferral.weights_done, "the end of a step's weights")
+        deferred, self._deferred = self._deferred, []
+        for unit, ranges, hyper in reversed(deferred):
+            self._update_tickets[unit] = self._submit(
+                partial(self._write_moments_of, unit, ranges, hyper), f"the moments of {self._names[unit]}"
+            )
+
+    def _write_moments_of(self, unit: int, ranges: list[_UpdateRange], hyper: Mapping[int, AdamStep]) -> None:
+        with self._tracer.host_span("update", f"moments of {self._names[unit]}"):
+            for found in ranges:
+                self._update_range(self._host_units[unit], found, hyper[found.group], UpdatePart.MOMENTS)
 
     def close(self) -> None:
         """Finish what is queued and stop the worker; idempotent."""
@@ -163,18 +210,21 @@ class HostPipeline:
             self._worker.wait(ticket)
         return ticket
 
-    def _update_range(self, host: HostUnit, found: _UpdateRange, hyper: AdamStep) -> None:
+    def _update_range(self, host: HostUnit, found: _UpdateRange, hyper: AdamStep, part: UpdatePart) -> None:
         state = host.states[found.run]
         assert state is not None
-        part = slice(found.start, found.stop)
+        stretch = slice(found.start, found.stop)
+        start = time.perf_counter()
         self.kernel.update(
-            master=state.master[part],
-            exp_avg=state.exp_avg[part],
-            exp_avg_sq=state.exp_avg_sq[part],
-            grad=host.gradient_run(found.run)[part],
-            compute=None if state.compute.dtype == state.master.dtype else state.compute[part],
-            hyper=hyper,
+            master=state.master[stretch],
+            exp_avg=state.exp_avg[stretch],
+            exp_avg_sq=state.exp_avg_sq[stretch],
+            grad=host.gradient_run(found.run)[stretch],
+            compute=None if state.compute.dtype == state.master.dtype else state.compute[stretch],
+            hyper=replace(hyper, step=found.step + 1),
+            part=part,
         )
+        self.deferral.ran(found.stop - found.start, _PASS_BYTES[part], time.perf_counter() - start)
 
 
 @dataclass

@@ -10,8 +10,8 @@ import mmap
 
 import torch
 
-from megatrain_ds.optim.adam import AdamScalars, AdamStep, DecayMode, adam_scalars
-from megatrain_ds.optim.operands import check_accumulate, check_block, check_gradient, check_update
+from megatrain_ds.optim.adam import AdamScalars, AdamStep, DecayMode, UpdatePart, adam_scalars
+from megatrain_ds.optim.operands import check_accumulate, check_block, check_gradient, check_part, check_update
 
 # Elements per chunk. Temporary memory is 12 bytes an element: 3 MiB.
 CHUNK_NUMEL = 256 * 1024
@@ -21,6 +21,7 @@ class TorchKernel:
     """Update kernel in torch operations; uses torch's own threads. Methods are described in `UpdateKernel`."""
 
     name = "torch"
+    splits = False
 
     @torch.no_grad()
     def update(
@@ -32,19 +33,26 @@ class TorchKernel:
         grad: torch.Tensor,
         compute: torch.Tensor | None,
         hyper: AdamStep,
+        part: UpdatePart = UpdatePart.ALL,
     ) -> None:
-        """Apply one Adam step to flat tensors, chunk by chunk."""
+        """Apply one Adam step to flat tensors, chunk by chunk; what is not to be written is computed on copies."""
+        check_part(part, hyper)
         compute = check_update(master, exp_avg, exp_avg_sq, grad, compute)
         scalars = adam_scalars(hyper)
         size = min(CHUNK_NUMEL, master.numel())
         narrow, wide = torch.empty(size), torch.empty(size, dtype=torch.float64)
         for start in range(0, master.numel(), CHUNK_NUMEL):
-            part = slice(start, min(start + CHUNK_NUMEL, master.numel()))
-            count = part.stop - start
-            grad32 = narrow[:count].copy_(grad[part])
-            _update_chunk(master[part], exp_avg[part], exp_avg_sq[part], grad32, wide[:count], scalars)
-            if compute is not None:
-                compute[part].copy_(master[part])
+            chunk = slice(start, min(start + CHUNK_NUMEL, master.numel()))
+            count = chunk.stop - start
+            grad32 = narrow[:count].copy_(grad[chunk])
+            weight, first, second = master[chunk], exp_avg[chunk], exp_avg_sq[chunk]
+            if part is UpdatePart.WEIGHTS:
+                first, second = first.clone(), second.clone()
+            elif part is UpdatePart.MOMENTS:
+                weight = weight.clone()
+            _update_chunk(weight, first, second, grad32, wide[:count], scalars)
+            if compute is not None and part is not UpdatePart.MOMENTS:
+                compute[chunk].copy_(weight)
 
     @torch.no_grad()
     def accumulate(self, *, accumulator: torch.Tensor, grad: torch.Tensor, overwrite: bool) -> None:

@@ -47,7 +47,7 @@ class ParameterAccess:
         if unit in self._roots:
             self._roots.ensure(unit)
         else:
-            self._pipeline.wait(unit)
+            self._pipeline.wait_weights(unit)
 
     def touched(self, param: StreamedParameter) -> None:
         """Remember that user code wrote, or may write, the values that `param` shows."""

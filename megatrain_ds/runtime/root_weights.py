@@ -91,7 +91,7 @@ class RootWeights:
             return
         if not self._pipeline.is_current(unit):
             with self._tracer.host_span("wait", f"update of {self._units[unit].name}"):
-                self._pipeline.wait(unit)
+                self._pipeline.wait_weights(unit)
         self._first_use[unit] = self._position()
         pairs = [
             (raw_data(param), host)

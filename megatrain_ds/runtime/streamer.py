@@ -28,11 +28,11 @@ class Publication(Protocol):
         ...
 
     def is_current(self, unit: int) -> bool:
-        """Whether no update of `unit` is under way."""
+        """Whether no update of the weights of `unit` is under way."""
         ...
 
-    def wait(self, unit: int) -> None:
-        """Block until no update of `unit` is under way; raises what a worker raised."""
+    def wait_weights(self, unit: int) -> None:
+        """Block until no update of the weights of `unit` is under way; raises what a worker raised."""
 
 
 class WeightStreamer:
@@ -80,7 +80,7 @@ class WeightStreamer:
         if slot is None:
             if not self._publication.is_current(unit):
                 with self._tracer.host_span("wait", f"update of {self._names[unit]}"):
-                    self._publication.wait(unit)
+                    self._publication.wait_weights(unit)
             slot = self._pool.free_or_grow(self._at_version(keep))
             self._fill(slot, unit)
         slot.bind()

@@ -31,6 +31,7 @@ DEFAULTS = {
     "compile": False,
     "update_kernel": "native",
     "update_threads": None,
+    "defer_moments": True,
     "host_memory_limit_gib": None,
     "trace_file": None,
     "trace_steps": 3,

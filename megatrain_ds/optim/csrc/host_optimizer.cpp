@@ -116,29 +116,43 @@ struct AdamOperands {
     element_t<ComputeType>* compute;
 };
 
+// What one pass writes. kWeights computes the new moments without writing them, kMoments writes them from the same
+// gradients and old moments by the same operations: both passes together give the bits of kAll. With kL2 the gradient
+// depends on the old master, so that only kAll is right.
+enum UpdatePart : int32_t { kAll = 0, kWeights = 1, kMoments = 2 };
+
 // Updates elements [i, i + Span * kWidth). Loads of all vectors come first, so that more of them are in flight.
-template <int Span, bool Stream, int32_t GradType, int32_t ComputeType>
+template <int32_t Part, int Span, bool Stream, int32_t GradType, int32_t ComputeType>
 inline void adam_vectors(const AdamOperands<GradType, ComputeType>& x, int64_t i, const AdamVectors& c) {
     F param[Span], grad[Span], momentum[Span], variance[Span];
     for (int k = 0; k < Span; ++k) grad[k] = load_as_float<GradType>(x.grad + i + k * kWidth);
     for (int k = 0; k < Span; ++k) momentum[k] = Lanes::load(x.exp_avg + i + k * kWidth);
     for (int k = 0; k < Span; ++k) variance[k] = Lanes::load(x.exp_avg_sq + i + k * kWidth);
-    for (int k = 0; k < Span; ++k) param[k] = Lanes::load(x.master + i + k * kWidth);
+    if constexpr (Part != kMoments) {
+        for (int k = 0; k < Span; ++k) param[k] = Lanes::load(x.master + i + k * kWidth);
+    }
 
     for (int k = 0; k < Span; ++k) {
         grad[k] = Lanes::mul(grad[k], c.grad_scale);
-        if (c.decay_mode == kL2) grad[k] = Lanes::fma(param[k], c.decay, grad[k]);
+        if constexpr (Part == kAll) {
+            if (c.decay_mode == kL2) grad[k] = Lanes::fma(param[k], c.decay, grad[k]);
+        }
         momentum[k] = Lanes::fma(grad[k], c.one_minus_beta1, Lanes::mul(momentum[k], c.beta1));
         variance[k] = Lanes::fma(Lanes::mul(grad[k], grad[k]), c.one_minus_beta2, Lanes::mul(variance[k], c.beta2));
+        if constexpr (Part == kMoments) continue;
         const F denominator = Lanes::fma(Lanes::sqrt(variance[k]), c.inverse_sqrt_bias2, c.eps);
         if (c.decay_mode == kDecoupled) param[k] = Lanes::fma(param[k], c.decay, param[k]);
         param[k] = Lanes::fma(Lanes::div(momentum[k], denominator), c.step_size, param[k]);
     }
 
-    for (int k = 0; k < Span; ++k) Lanes::store(x.master + i + k * kWidth, param[k]);
-    for (int k = 0; k < Span; ++k) Lanes::store(x.exp_avg + i + k * kWidth, momentum[k]);
-    for (int k = 0; k < Span; ++k) Lanes::store(x.exp_avg_sq + i + k * kWidth, variance[k]);
-    if constexpr (ComputeType != kNone) {
+    if constexpr (Part != kWeights) {
+        for (int k = 0; k < Span; ++k) Lanes::store(x.exp_avg + i + k * kWidth, momentum[k]);
+        for (int k = 0; k < Span; ++k) Lanes::store(x.exp_avg_sq + i + k * kWidth, variance[k]);
+    }
+    if constexpr (Part != kMoments) {
+        for (int k = 0; k < Span; ++k) Lanes::store(x.master + i + k * kWidth, param[k]);
+    }
+    if constexpr (Part != kMoments && ComputeType != kNone) {
         for (int k = 0; k < Span; ++k) {
             if constexpr (Stream) stream_rounded<ComputeType>(x.compute + i + k * kWidth, param[k]);
             else store_rounded<ComputeType>(x.compute + i + k * kWidth, param[k]);
@@ -147,7 +161,7 @@ inline void adam_vectors(const AdamOperands<GradType, ComputeType>& x, int64_t i
 }
 
 // The last n < kWidth elements, through padded copies. Zero padding with eps 0 gives NaN in lanes nobody reads.
-template <int32_t GradType, int32_t ComputeType>
+template <int32_t Part, int32_t GradType, int32_t ComputeType>
 void adam_remainder(const AdamOperands<GradType, ComputeType>& x, int64_t begin, int64_t n, const AdamVectors& c) {
     float master[kWidth] = {}, exp_avg[kWidth] = {}, exp_avg_sq[kWidth] = {};
     element_t<GradType> grad[kWidth] = {};
@@ -156,20 +170,22 @@ void adam_remainder(const AdamOperands<GradType, ComputeType>& x, int64_t begin,
     std::copy_n(x.exp_avg + begin, n, exp_avg);
     std::copy_n(x.exp_avg_sq + begin, n, exp_avg_sq);
     std::copy_n(x.grad + begin, n, grad);
-    adam_vectors<1, false, GradType, ComputeType>({master, exp_avg, exp_avg_sq, grad, compute}, 0, c);
-    std::copy_n(master, n, x.master + begin);
-    std::copy_n(exp_avg, n, x.exp_avg + begin);
-    std::copy_n(exp_avg_sq, n, x.exp_avg_sq + begin);
-    if constexpr (ComputeType != kNone) std::copy_n(compute, n, x.compute + begin);
+    adam_vectors<Part, 1, false, GradType, ComputeType>({master, exp_avg, exp_avg_sq, grad, compute}, 0, c);
+    if constexpr (Part != kWeights) {
+        std::copy_n(exp_avg, n, x.exp_avg + begin);
+        std::copy_n(exp_avg_sq, n, x.exp_avg_sq + begin);
+    }
+    if constexpr (Part != kMoments) std::copy_n(master, n, x.master + begin);
+    if constexpr (Part != kMoments && ComputeType != kNone) std::copy_n(compute, n, x.compute + begin);
 }
 
-template <bool Stream, int32_t GradType, int32_t ComputeType>
+template <int32_t Part, bool Stream, int32_t GradType, int32_t ComputeType>
 void adam_range(const AdamOperands<GradType, ComputeType>& x, int64_t begin, int64_t end, const AdamVectors& c) {
     constexpr int kSpan = 4;
     int64_t i = begin;
-    for (; i + kSpan * kWidth <= end; i += kSpan * kWidth) adam_vectors<kSpan, Stream>(x, i, c);
-    for (; i + kWidth <= end; i += kWidth) adam_vectors<1, false>(x, i, c);
-    if (i < end) adam_remainder(x, i, end - i, c);
+    for (; i + kSpan * kWidth <= end; i += kSpan * kWidth) adam_vectors<Part, kSpan, Stream>(x, i, c);
+    for (; i + kWidth <= end; i += kWidth) adam_vectors<Part, 1, false>(x, i, c);
+    if (i < end) adam_remainder<Part>(x, i, end - i, c);
     // Streaming stores are weakly ordered: without the fence a copy engine could read the old compute copy.
     if constexpr (Stream) Lanes::fence();
 }
@@ -177,18 +193,34 @@ void adam_range(const AdamOperands<GradType, ComputeType>& x, int64_t begin, int
 // Below this many elements the compute copy is left in the caches, where a forward on the host finds it.
 constexpr int64_t kStreamFrom = 1 << 20;
 
-template <int32_t GradType, int32_t ComputeType>
-void adam(const AdamOperands<GradType, ComputeType>& x, int64_t n, const MegatrainAdamCoefficients& scalars,
+template <int32_t Part, int32_t GradType, int32_t ComputeType>
+void adam_part(const AdamOperands<GradType, ComputeType>& x, int64_t n, const MegatrainAdamCoefficients& scalars,
           int threads) {
     const bool aligned = reinterpret_cast<uintptr_t>(x.compute) % (kWidth * sizeof(uint16_t)) == 0;
     const bool stream = ComputeType != kNone && aligned && n >= kStreamFrom;
     parallel_ranges(n, kGrain, threads, [&](int64_t begin, int64_t end) {
         const AdamVectors c(scalars);
         if constexpr (ComputeType != kNone) {
-            if (stream) return adam_range<true>(x, begin, end, c);
+            if (stream) return adam_range<Part, true>(x, begin, end, c);
         }
-        adam_range<false>(x, begin, end, c);
+        adam_range<Part, false>(x, begin, end, c);
     });
+}
+
+template <int32_t GradType, int32_t ComputeType>
+int32_t adam(const AdamOperands<GradType, ComputeType>& x, int64_t n, const MegatrainAdamCoefficients& scalars,
+             int32_t part, int threads) {
+    if (part != kAll && scalars.decay_mode == kL2) return 1;
+    switch (part) {
+        case kAll: adam_part<kAll>(x, n, scalars, threads); return 0;
+        case kWeights: adam_part<kWeights>(x, n, scalars, threads); return 0;
+        // The compute copy plays no part in it: one instance for all its types.
+        case kMoments:
+            adam_part<kMoments, GradType, kNone>({x.master, x.exp_avg, x.exp_avg_sq, x.grad, nullptr}, n, scalars,
+                                                 threads);
+            return 0;
+        default: return 1;
+    }
 }
 
 // ---- gradient accumulation ----
@@ -265,13 +297,13 @@ MEGATRAIN_EXPORT const char* megatrain_instruction_set() { return Lanes::kName; 
 
 MEGATRAIN_EXPORT int32_t megatrain_adam(float* master, float* exp_avg, float* exp_avg_sq, const void* grad,
                                         int32_t grad_type, void* compute, int32_t compute_type, int64_t n,
-                                        const MegatrainAdamCoefficients* coefficients, int32_t threads) {
+                                        const MegatrainAdamCoefficients* coefficients, int32_t part,
+                                        int32_t threads) {
 #define MEGATRAIN_CASE(G, C)                                                                                \
     case (G) * 4 + (C):                                                                                     \
-        adam<G, C>({master, exp_avg, exp_avg_sq, static_cast<const element_t<G>*>(grad),                    \
-                    static_cast<element_t<C>*>(compute)},                                                   \
-                   n, *coefficients, threads);                                                              \
-        return 0;
+        return adam<G, C>({master, exp_avg, exp_avg_sq, static_cast<const element_t<G>*>(grad),             \
+                           static_cast<element_t<C>*>(compute)},                                            \
+                          n, *coefficients, part, threads);
     switch (grad_type * 4 + compute_type) {
         MEGATRAIN_CASE(kFloat32, kNone)
         MEGATRAIN_CASE(kFloat32, kBFloat16)

@@ -19,10 +19,10 @@ def record_updates(engine) -> list[str]:
     pipeline = engine.runtime.pipeline
     original = pipeline.update
 
-    def update(unit, hyper, arrived):
+    def update(unit, hyper, arrived, **deferral):
         if any(engine.runtime.store.units[unit].received):
             queued.append(names[unit])
-        original(unit, hyper, arrived)
+        original(unit, hyper, arrived, **deferral)
 
     pipeline.update = update
     return queued

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain_ds.optim.kernel import default_num_threads, load_kernel
+from megatrain_ds.optim.kernel import UpdatePart, default_num_threads, load_kernel
 from megatrain_ds.tests.optim.kernel_cases import (
     BASE,
     DTYPES,
@@ -54,6 +54,47 @@ def test_updates_agree_with_torch_adamw(kernel, bias_correction):
         reference.step()
     close = torch.allclose(state["master"], parameter.data, rtol=1e-5, atol=1e-6)
     assert close == bias_correction
+
+
+# ---- an update in two passes ----
+
+
+@pytest.mark.parametrize("grad_dtype", DTYPES)
+@pytest.mark.parametrize("copy_dtype", [None, *HALF_DTYPES])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_weights_and_then_moments_are_the_bits_of_one_pass(kernel, grad_dtype, copy_dtype, weight_decay):
+    _compare_two_passes_with_one(kernel, NUMEL, grad_dtype, copy_dtype, weight_decay)
+
+
+@pytest.mark.parametrize("copy_dtype", [None, *HALF_DTYPES])
+def test_two_passes_over_large_tensors_are_the_bits_of_one(kernel, copy_dtype):
+    _compare_two_passes_with_one(kernel, LARGE_NUMEL, torch.bfloat16, copy_dtype, 0.1)
+
+
+def _compare_two_passes_with_one(kernel, numel, grad_dtype, copy_dtype, weight_decay):
+    whole, parts = random_state(numel), random_state(numel)
+    grad = torch.randn(numel, generator=torch.Generator().manual_seed(3)).to(grad_dtype)
+    copies = [None if copy_dtype is None else torch.zeros(numel, dtype=copy_dtype) for _ in range(2)]
+    hyper = replace(BASE, weight_decay=weight_decay, step=3, grad_scale=0.5)
+    kernel.update(**whole, grad=grad, compute=copies[0], hyper=hyper)
+    kernel.update(**parts, grad=grad, compute=copies[1], hyper=hyper, part=UpdatePart.WEIGHTS)
+    assert same_bits(parts["master"], whole["master"])
+    assert all(same_bits(parts[name], random_state(numel)[name]) for name in MOMENTS)
+    kept = clone(parts)
+    kernel.update(**parts, grad=grad, compute=copies[1], hyper=hyper, part=UpdatePart.MOMENTS)
+    assert same_bits(parts["master"], kept["master"])
+    assert all(same_bits(parts[name], whole[name]) for name in MOMENTS)
+    if copy_dtype is not None:
+        assert same_bits(*copies)
+
+
+@pytest.mark.parametrize("part", [UpdatePart.WEIGHTS, UpdatePart.MOMENTS])
+def test_l2_decay_is_not_split(kernel, part):
+    state = random_state(NUMEL)
+    hyper = replace(BASE, decoupled=False)
+    with pytest.raises(ValueError, match=f"part = '?{part.name}'?: L2 decay.*Pass ALL"):
+        kernel.update(**state, grad=torch.zeros(NUMEL), compute=None, hyper=hyper, part=part)
+    assert all(same_bits(tensor, random_state(NUMEL)[name]) for name, tensor in state.items())
 
 
 # ---- conversions ----

@@ -12,7 +12,8 @@ import torch
 
 from megatrain_ds.memory.host_store import HostStore
 from megatrain_ds.memory.layout import ParameterSpec, plan_unit
-from megatrain_ds.optim.adam import AdamStep
+from megatrain_ds.optim.adam import AdamStep, UpdatePart
+from megatrain_ds.optim.deferral import MomentDeferral
 from megatrain_ds.optim.pipeline import GradientPiece, HostPipeline
 from megatrain_ds.optim.torch_kernel import TorchKernel
 from megatrain_ds.telemetry.trace import NullTracer
@@ -37,16 +38,18 @@ class RecordingKernel(TorchKernel):
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int, float]] = []
+        self.parts: list[UpdatePart] = []
         self.gate = threading.Event()
         self.gate.set()
         self.error: Exception | None = None
 
-    def update(self, *, master, grad, compute, hyper, **moments):
+    def update(self, *, master, grad, compute, hyper, part, **moments):
         self.gate.wait()
         if self.error is not None:
             raise self.error
         self.calls.append((master.numel(), hyper.step, hyper.lr))
-        super().update(master=master, grad=grad, compute=compute, hyper=hyper, **moments)
+        self.parts.append(part)
+        super().update(master=master, grad=grad, compute=compute, hyper=hyper, part=part, **moments)
 
 
 class Rig:
@@ -60,6 +63,7 @@ class Rig:
             names=[f"layers.{index}" for index in range(num_units)],
             kernel=self.kernel,
             tracer=NullTracer(),
+            deferral=MomentDeferral([3 * 65] * num_units),
             synchronous=synchronous,
         )
 
@@ -212,3 +216,54 @@ def test_an_error_names_the_unit_and_is_raised_at_wait_and_at_the_next_update(ma
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rig.pipeline.close()
+
+
+def test_deferred_moments_come_after_all_weights_newest_first(make_rig):
+    rig = make_rig(num_units=3)
+    rig.kernel.splits = True
+    rig.kernel.gate.clear()
+    for unit in range(3):
+        rig.give(0, 1, 2, unit=unit, value=1.0 + unit)
+        rig.pipeline.update(unit, {0: HYPER}, [], defer_moments=unit != 1)
+    rig.pipeline.write_moments()
+    rig.kernel.gate.set()
+    rig.pipeline.wait_all()
+    whole, weights, moments = UpdatePart.ALL, UpdatePart.WEIGHTS, UpdatePart.MOMENTS
+    assert rig.kernel.parts == [weights, whole, weights, moments, moments]
+    expected = make_rig(num_units=3)
+    for unit in range(3):
+        expected.give(0, 1, 2, unit=unit, value=1.0 + unit)
+        expected.step(unit)
+    for unit in range(3):
+        for kind in ("master", "exp_avg", "exp_avg_sq"):
+            ours, theirs = (r.store.units[unit].parameter_view(kind, 1) for r in (rig, expected))
+            assert torch.equal(ours, theirs)
+        assert torch.equal(rig.store.units[unit].compute[1], expected.store.units[unit].compute[1])
+    assert rig.store.units[0].steps == [1, 1, 1]
+
+
+def test_weights_are_current_before_deferred_moments_are_written(make_rig):
+    rig = make_rig()
+    rig.kernel.splits = True
+    rig.give(0)
+    rig.pipeline.update(0, {0: HYPER}, [], defer_moments=True)
+    rig.pipeline.wait_weights(0)
+    rig.kernel.gate.clear()
+    rig.pipeline.write_moments()
+    assert rig.pipeline.is_current(0)
+    assert not rig.store.units[0].parameter_view("exp_avg", 0).any()
+    rig.kernel.gate.set()
+    rig.pipeline.wait(0)
+    assert rig.store.units[0].parameter_view("exp_avg", 0).all()
+
+
+@pytest.mark.parametrize(("splits", "decoupled", "weight_decay"), [(False, True, 0.1), (True, False, 0.1)])
+def test_what_cannot_be_split_is_updated_in_one_pass(make_rig, splits, decoupled, weight_decay):
+    rig = make_rig()
+    rig.kernel.splits = splits
+    rig.give(0)
+    hyper = replace(HYPER, decoupled=decoupled, weight_decay=weight_decay)
+    rig.pipeline.update(0, {0: hyper}, [], defer_moments=True)
+    rig.pipeline.write_moments()
+    rig.pipeline.wait_all()
+    assert rig.kernel.parts == [UpdatePart.ALL]

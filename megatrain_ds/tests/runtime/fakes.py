@@ -58,7 +58,7 @@ class FakePublication:
     def is_current(self, unit: int) -> bool:
         return unit not in self.under_way
 
-    def wait(self, unit: int) -> None:
+    def wait_weights(self, unit: int) -> None:
         self.waited.append(unit)
         self.under_way.discard(unit)
 

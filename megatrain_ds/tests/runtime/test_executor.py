@@ -13,6 +13,7 @@ from torch import nn
 from megatrain_ds.memory.streams import D2H, H2D
 from megatrain_ds.model.discovery import find_units
 from megatrain_ds.optim.adam import AdamStep
+from megatrain_ds.optim.deferral import MomentDeferral
 from megatrain_ds.optim.pipeline import HostPipeline
 from megatrain_ds.optim.torch_kernel import TorchKernel
 from megatrain_ds.runtime.executor import Executor, Phase
@@ -67,7 +68,12 @@ class Rig:
         common = {"names": [str(index) for index in range(num_units)], "tracer": self.recorder}
         units = self.store.units
         self.pipeline = HostPipeline(
-            host_units=units, kernel=TorchKernel(), synchronous=False, names=common["names"], tracer=NullTracer()
+            host_units=units,
+            kernel=TorchKernel(),
+            deferral=MomentDeferral([1] * num_units),
+            synchronous=False,
+            names=common["names"],
+            tracer=NullTracer(),
         )
         self.pool = SlotPool(slots, units[0].layout.compute_bytes, CPU)
         self.drain = GradientDrain(

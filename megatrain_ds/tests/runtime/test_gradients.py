@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatrain_ds.memory.streams import D2H
+from megatrain_ds.optim.deferral import MomentDeferral
 from megatrain_ds.optim.pipeline import HostPipeline
 from megatrain_ds.optim.torch_kernel import TorchKernel
 from megatrain_ds.runtime.gradient_buffers import GradientBuffers
@@ -53,6 +54,7 @@ class Rig:
             names=names,
             kernel=SlowKernel(pause_s),
             tracer=self.recorder,
+            deferral=MomentDeferral([1] * num_units),
             synchronous=self.streams.synchronous,
         )
         gradient_bytes = self.store.units[0].layout.gradient_bytes

@@ -203,10 +203,10 @@ def test_a_failed_update_is_raised_where_the_unit_is_needed(make_rig):
     rig = make_rig(2)
     rig.publication.under_way = {0}
 
-    def wait(unit: int) -> None:
+    def wait_weights(unit: int) -> None:
         raise torch.OutOfMemoryError(f"update of {unit}")
 
-    rig.publication.wait = wait
+    rig.publication.wait_weights = wait_weights
     with pytest.raises(torch.OutOfMemoryError, match="update of 0"):
         rig.streamer.acquire(0, keep=[])
     rig.publication.under_way.clear()
