@@ -96,10 +96,15 @@ class MegaTrainConfig(BaseModel):
         min_length=1,
         description="Path of a Chrome trace that the engine writes. None: no trace.",
     )
+    trace_after: int = Field(
+        default=2,
+        ge=0,
+        description="Optimizer steps left out before the trace begins, a count. Needs trace_file.",
+    )
     trace_steps: int = Field(
         default=3,
         ge=1,
-        description="Optimizer steps in the trace, a count, after the first two. Needs trace_file.",
+        description="Optimizer steps in the trace, a count. Needs trace_file.",
     )
 
     @field_validator("units", mode="before")
@@ -188,11 +193,12 @@ def _explain_validation(failure: ValidationError) -> Exception:
 
 
 def _warn_without_effect(config: MegaTrainConfig) -> None:
-    if "trace_steps" in config.model_fields_set and config.trace_file is None:
-        text = explain(
-            f"{BLOCK_KEY}.trace_steps",
-            config.trace_steps,
-            "has no effect without a trace file",
-            f'Set "{BLOCK_KEY}.trace_file" or remove it',
-        )
-        warnings.warn(text, MegaTrainWarning, stacklevel=3)
+    for name in ("trace_after", "trace_steps"):
+        if name in config.model_fields_set and config.trace_file is None:
+            text = explain(
+                f"{BLOCK_KEY}.{name}",
+                getattr(config, name),
+                "has no effect without a trace file",
+                f'Set "{BLOCK_KEY}.trace_file" or remove it',
+            )
+            warnings.warn(text, MegaTrainWarning, stacklevel=3)

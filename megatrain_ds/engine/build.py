@@ -282,7 +282,12 @@ def _check_memory(footprint: Footprint, model: nn.Module, config: MegaTrainConfi
 def _make_tracer(config: MegaTrainConfig, device: torch.device) -> NullTracer:
     if config.trace_file is None:
         return NullTracer()
-    return ChromeTracer(config.trace_file, skip_steps=2, num_steps=config.trace_steps, use_cuda=device.type == "cuda")
+    return ChromeTracer(
+        config.trace_file,
+        skip_steps=config.trace_after,
+        num_steps=config.trace_steps,
+        use_cuda=device.type == "cuda",
+    )
 
 
 def _check_writable(path: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import threading
 import time
 from pathlib import Path
@@ -16,8 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatrain_ds.telemetry.summary import StepSummary, summarize
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+logger = logging.getLogger("megatrain_ds")
 
 TRACKS = ("compute", "h2d", "d2h", "update", "wait")
 
@@ -46,7 +51,8 @@ class ChromeTracer(NullTracer):
     """Records spans for a window of optimizer steps and writes them as one Chrome trace file.
 
     Args:
-        path: the file to write (JSON, "traceEvents"; open it in chrome://tracing or Perfetto).
+        path: the file to write (JSON, "traceEvents"; open it in chrome://tracing or Perfetto). "otherData" holds a
+            summary of every step, which is logged too.
         skip_steps: optimizer steps left out first (allocation and warm-up).
         num_steps: optimizer steps recorded; the file is written when they are done, or at `close`.
         use_cuda: whether device spans carry CUDA events (otherwise they are host clock times in seconds).
@@ -61,6 +67,7 @@ class ChromeTracer(NullTracer):
         self._host: list[tuple[str, str, float, float]] = []
         self._device: list[tuple[str, str, Any, Any]] = []
         self._anchor: tuple[float, Any] | None = None
+        self._marks: list[float] = []
         self._written = False
         self._maybe_start()
 
@@ -91,6 +98,8 @@ class ChromeTracer(NullTracer):
     def step_done(self) -> None:
         """Count one optimizer step; starts and ends the recorded window."""
         self._step += 1
+        if self.active or self._step == self._last:
+            self._marks.append(time.perf_counter())
         self._maybe_start()
         if self._step == self._last:
             self.close()
@@ -102,21 +111,25 @@ class ChromeTracer(NullTracer):
         self._written = True
         if self._use_cuda:
             torch.cuda.synchronize()
+        steps = self.summaries()
+        for step in steps:
+            logger.info("megatrain: %s", step.line())
+        trace = {
+            "traceEvents": self.events(),
+            "displayTimeUnit": "ms",
+            "otherData": {"steps": [step.as_dict() for step in steps]},
+        }
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps({"traceEvents": self.events(), "displayTimeUnit": "ms"}))
+        self._path.write_text(json.dumps(trace))
+
+    def summaries(self) -> list[StepSummary]:
+        """What limited each recorded step."""
+        assert self._anchor is not None
+        marks = [mark - self._anchor[0] for mark in self._marks]
+        return summarize(self._spans(), [0.0, *[mark for mark in marks if mark > 0.0]], first_step=self._first)
 
     def events(self) -> list[dict[str, Any]]:
         """Everything recorded, as Chrome "X" events in microseconds from the start of the window."""
-        assert self._anchor is not None
-        origin, anchor_event = self._anchor
-        spans = [(track, name, start - origin, end - origin) for track, name, start, end in self._host]
-        for track, name, start, end in self._device:
-            if self._use_cuda:
-                spans.append(
-                    (track, name, anchor_event.elapsed_time(start) / 1e3, anchor_event.elapsed_time(end) / 1e3)
-                )
-            else:
-                spans.append((track, name, start - origin, end - origin))
         named = [
             {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": track}}
             for tid, track in enumerate(TRACKS)
@@ -130,8 +143,22 @@ class ChromeTracer(NullTracer):
                 "ts": start * 1e6,
                 "dur": (end - start) * 1e6,
             }
-            for track, name, start, end in sorted(spans, key=lambda span: span[2])
+            for track, name, start, end in sorted(self._spans(), key=lambda span: span[2])
         ]
+
+    def _spans(self) -> list[tuple[str, str, float, float]]:
+        # Track, name, start and end in seconds from the anchor.
+        assert self._anchor is not None
+        origin, event = self._anchor
+        with self._lock:
+            host, device = list(self._host), list(self._device)
+        spans = [(track, name, start - origin, end - origin) for track, name, start, end in host]
+        for track, name, start, end in device:
+            if self._use_cuda:
+                spans.append((track, name, event.elapsed_time(start) / 1e3, event.elapsed_time(end) / 1e3))
+            else:
+                spans.append((track, name, start - origin, end - origin))
+        return spans
 
     def _maybe_start(self) -> None:
         if self._step != self._first or self._anchor is not None:

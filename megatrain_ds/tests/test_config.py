@@ -34,6 +34,7 @@ DEFAULTS = {
     "defer_moments": True,
     "host_memory_limit_gib": None,
     "trace_file": None,
+    "trace_after": 2,
     "trace_steps": 3,
 }
 
@@ -109,12 +110,13 @@ def test_deepspeeds_own_handlers_catch_the_error_and_it_pickles():
     assert str(again) == str(caught.value)
 
 
-def test_trace_steps_without_a_file_warns():
-    with pytest.warns(MegaTrainWarning, match=r"trace_steps = 4: has no effect.*trace_file"):
-        read({"trace_steps": 4})
+@pytest.mark.parametrize("name", ["trace_steps", "trace_after"])
+def test_trace_settings_without_a_file_warn(name):
+    with pytest.warns(MegaTrainWarning, match=rf"{name} = 4: has no effect.*trace_file"):
+        read({name: 4})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        read({"trace_steps": 4, "trace_file": "trace.json"})
+        read({name: 4, "trace_file": "trace.json"})
         read({})
 
 

@@ -116,3 +116,25 @@ def test_the_null_tracer_does_nothing():
     tracer.close()
     assert not tracer.active
     assert vars(tracer) == {}
+
+
+def test_every_step_of_the_window_is_summarized_in_the_file_and_in_the_log(file, caplog):
+    tracer = make(file, skip=1, steps=2)
+    with caplog.at_level("INFO", logger="megatrain_ds"):
+        for _ in range(4):
+            with tracer.host_span("wait", "update of x"):
+                time.sleep(0.01)
+            tracer.step_done()
+    steps = json.loads(file.read_text())["otherData"]["steps"]
+    assert [step["step"] for step in steps] == [1, 2]
+    assert all(step["waits_s"]["update of x"] >= 0.01 for step in steps)
+    lines = [record.message for record in caplog.records if "limited by host waits" in record.message]
+    assert [line.split(":")[1] for line in lines] == [" step 1", " step 2"]
+
+
+def test_a_window_that_begins_at_once_has_its_first_step(file):
+    tracer = make(file)
+    time.sleep(0.01)
+    tracer.step_done()
+    (step,) = json.loads(file.read_text())["otherData"]["steps"]
+    assert step["seconds"] >= 0.01
