@@ -14,13 +14,7 @@ def build_model(path: Path, device: torch.device, seed: int = 0) -> Any:
 
     Weights are drawn on the device (billions of normals take minutes on a host) and copied parameter by parameter.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    fields = json.loads(path.read_text())
-    config = AutoConfig.for_model(**fields)
-    config.use_cache = False
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = build_skeleton(path)
     model.to_empty(device="cpu")
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
@@ -33,5 +27,19 @@ def build_model(path: Path, device: torch.device, seed: int = 0) -> Any:
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if name == "rotary_emb":
-                setattr(module, name, type(child)(config=config))
+                setattr(module, name, type(child)(config=model.config))
     return model.train()
+
+
+def build_skeleton(path: Path) -> Any:
+    """The model of a configuration file, bf16, on the meta device: shapes without memory.
+
+    Args:
+        path: JSON with "model_type" and what that type's configuration class takes.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**json.loads(path.read_text()))
+    config.use_cache = False
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
