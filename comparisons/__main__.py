@@ -9,10 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from comparisons.losses import check, choose_reference
-from comparisons.report import markdown, plots
+from comparisons.machine import describe_machine
+from comparisons.plots import plots
+from comparisons.report import markdown
 from comparisons.runner import Outcome, Request, run
 from comparisons.search import best_batch
 from comparisons.systems import SYSTEMS
+
+SYSTEMS_HELP = "comma-separated, each SYSTEM or LABEL=SYSTEM (to run one with several options): " + "; ".join(
+    f"{name}: {text}" for name, text in SYSTEMS.items()
+)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -21,19 +27,26 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     runs = commands.add_parser("run", help="measure, then report")
     runs.add_argument("--model", type=Path, required=True, help="configs/models/NAME.json")
-    runs.add_argument("--systems", default="megatrain,zero3", help="comma-separated: " + ", ".join(SYSTEMS))
+    runs.add_argument("--systems", default="megatrain,zero3", help=SYSTEMS_HELP)
     runs.add_argument("--batches", default="8,32", help="comma-separated sequences a step, or 'best' to search")
     runs.add_argument("--sequence", type=int, default=1024)
     runs.add_argument("--steps", type=int, default=5, help="timed steps, at least 5 for a claim")
     runs.add_argument("--warmup", type=int, default=2)
+    runs.add_argument("--loss-steps", type=int, default=20, help="losses compared; those beyond the clock untimed")
     runs.add_argument("--clip", type=float, default=1.0, help="gradient clipping; 0 for none")
     runs.add_argument("--learning-rate", type=float, default=1e-5)
-    runs.add_argument("--options", type=json.loads, default={}, help='{"SYSTEM": {options}} (JSON)')
+    runs.add_argument("--options", type=json.loads, default={}, help='{"LABEL": {options}} (JSON)')
     runs.add_argument("--reference", help="path of the paper authors' code")
     runs.add_argument("--timeout", type=float, default=900.0, help="seconds for one child")
     runs.add_argument("--out", type=Path, default=Path("comparisons/results/local"), help="folder for records")
+    runs.add_argument("--base", default="zero3", help="label that ratios are taken against")
     reports = commands.add_parser("report", help="tables and plots of records that exist")
     reports.add_argument("folder", type=Path)
+    reports.add_argument("--base", default="zero3", help="label that ratios are taken against")
+    tables = commands.add_parser("readme", help="write the results table of README.md from records that exist")
+    tables.add_argument("--readme", type=Path, default=Path("README.md"))
+    tables.add_argument("--results", type=Path, default=Path("comparisons/results"))
+    tables.add_argument("--check", action="store_true", help="change nothing; exit 1 when the table is stale")
     return parser.parse_args(arguments)
 
 
@@ -44,34 +57,51 @@ def main(arguments: list[str] | None = None) -> int:
         0 when every system ran and all losses agree; 1 otherwise; 2 for a bad command line.
     """
     options = parse_arguments(arguments)
+    if options.command == "readme":
+        from comparisons.readme import update
+
+        return int(update(options.readme, options.results, check=options.check) and options.check)
     if options.command == "report":
         records = read_records(options.folder)
         if not records:
             _say(f"folder = {str(options.folder)!r}: holds no records. Run `python -m comparisons run` first.")
             return 2
-        return finish(records, options.folder)
+        return finish(records, options.folder, options.base)
     problem = _problem(options)
     if problem:
         _say(problem)
         return 2
     records = [outcome.record for outcome in measure(options)]
-    return finish(records, options.out)
+    return finish(records, options.out, options.base)
+
+
+def labelled_systems(text: str) -> dict[str, str]:
+    """System per label, of "megatrain,compiled=megatrain,zero3"."""
+    pairs = [part.split("=", 1) for part in text.split(",")]
+    return {pair[0]: pair[-1] for pair in pairs}
 
 
 def measure(options: argparse.Namespace) -> list[Outcome]:
     """Run every system at every batch, one child after the other."""
     outcomes = []
-    for system in options.systems.split(","):
-        extra = ["--options", json.dumps(options.options.get(system, {}))]
-        for name in ("sequence", "steps", "warmup", "clip", "learning_rate"):
-            extra += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-        if options.reference:
-            extra += ["--reference", options.reference]
+    systems = labelled_systems(options.systems)
+    for position, (label, system) in enumerate(systems.items(), 1):
+        arguments = _child_arguments(options, label)
+        place = f"[{position}/{len(systems)}] {label}"
 
-        def attempt(batch: int, system: str = system, extra: list[str] = extra) -> Outcome:
-            _say(f"{system}, batch {batch} ...")
-            outcome = run(Request(system, options.model, batch, tuple(extra)), options.out, timeout_s=options.timeout)
-            _say(f"{system}, batch {batch}: {_summary(outcome)}")
+        def attempt(
+            batch: int,
+            system: str = system,
+            label: str = label,
+            arguments: tuple[str, ...] = arguments,
+            at: str = place,
+        ) -> Outcome:
+            _say(f"{at}, batch {batch} ...")
+            request = Request(
+                system, options.model, batch, arguments, label, {"sequence": options.sequence, "clip": options.clip}
+            )
+            outcome = run(request, options.out, timeout_s=options.timeout)
+            _say(f"{at}, batch {batch}: {_summary(outcome)}")
             return outcome
 
         if options.batches == "best":
@@ -81,9 +111,18 @@ def measure(options: argparse.Namespace) -> list[Outcome]:
     return outcomes
 
 
-def finish(records: list[dict[str, Any]], folder: Path) -> int:
-    """Write the table and the plots; returns the exit status."""
-    table = markdown(records)
+def _child_arguments(options: argparse.Namespace, label: str) -> tuple[str, ...]:
+    arguments = ["--options", json.dumps(options.options.get(label, {}))]
+    for name in ("sequence", "steps", "warmup", "loss_steps", "clip", "learning_rate"):
+        arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    if options.reference:
+        arguments += ["--reference", options.reference]
+    return tuple(arguments)
+
+
+def finish(records: list[dict[str, Any]], folder: Path, base: str) -> int:
+    """Write report.md and the plots; returns the exit status."""
+    table = markdown(records, base)
     (folder / "report.md").write_text(table)
     plots(records, folder)
     _say(table)
@@ -102,23 +141,39 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 
 
 def _problem(options: argparse.Namespace) -> str:
+    """What is wrong with the command line, before anything is started; "" if nothing."""
     if not options.model.is_file():
         return f"--model = {str(options.model)!r}: no such file. Choose one of configs/models/."
-    unknown = [name for name in options.systems.split(",") if name not in SYSTEMS]
+    systems = labelled_systems(options.systems)
+    unknown = [name for name in systems.values() if name not in SYSTEMS]
     if unknown:
         return f"--systems = {unknown[0]!r}: no such system. Choose from {', '.join(SYSTEMS)}."
+    if len(systems) < len(options.systems.split(",")):
+        return f"--systems = {options.systems!r}: a label appears twice. Tell them apart: LABEL=SYSTEM."
+    strangers = set(options.options) - set(systems) if isinstance(options.options, dict) else {"?"}
+    if strangers:
+        return (
+            f"--options = {options.options!r}: give {{LABEL: {{...}}}} with labels of --systems: {', '.join(systems)}."
+        )
+    if "reference" in systems.values() and not (options.reference and Path(options.reference).is_dir()):
+        return f"--reference = {options.reference!r}: the system 'reference' needs the folder of a checkout. Name one."
     if options.batches != "best" and not all(part.isdigit() and int(part) > 0 for part in options.batches.split(",")):
         return f"--batches = {options.batches!r}: give counts of sequences such as 8,32, or 'best'."
-    others = {str(record["device"]) for record in read_records(options.out) if record["status"] == "ok"}
-    from comparisons.machine import describe_machine
+    for name, least in (("steps", 1), ("warmup", 0), ("loss_steps", 1), ("sequence", 2)):
+        if getattr(options, name) < least:
+            return f"--{name.replace('_', '-')} = {getattr(options, name)}: must be at least {least}. Give more."
+    return _other_hardware(options.out)
 
-    here = describe_machine()["device"]
-    if others - {here}:
-        return (
-            f"--out = {str(options.out)!r}: holds records of {', '.join(sorted(others - {here}))}, and this machine "
-            f"has {here}. Ratios across machines mean nothing: give another folder."
-        )
-    return ""
+
+def _other_hardware(folder: Path) -> str:
+    others = {str(record["device"]) for record in read_records(folder) if record["status"] == "ok"}
+    others.discard(describe_machine()["device"])
+    if not others:
+        return ""
+    return (
+        f"--out = {str(folder)!r}: holds records of {', '.join(sorted(others))}, and this machine has "
+        f"{describe_machine()['device']}. Ratios across machines mean nothing: give another folder."
+    )
 
 
 def _summary(outcome: Outcome) -> str:

@@ -31,6 +31,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=1024, help="tokens a sequence")
     parser.add_argument("--steps", type=int, default=5, help="timed steps after the warm-up")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the clock starts")
+    parser.add_argument("--loss-steps", type=int, default=20, help="losses recorded; those beyond the clock untimed")
     parser.add_argument("--clip", type=float, default=1.0, help="gradient clipping; 0 for none")
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--options", type=json.loads, default={}, help="options of the system (JSON)")
@@ -63,10 +64,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         betas=(0.9, 0.95),
         options=arguments.options,
         reference_path=arguments.reference,
+        steps_before_breakdown=arguments.warmup + arguments.steps,
     )
     system: System = module.build(model, settings)
     build_s = time.perf_counter() - started
-    losses, marks, total_s = run_steps(system, arguments, vocabulary, device)
+    losses, marks, total_s, device_peak = run_steps(system, arguments, vocabulary, device)
     step_s = total_s / arguments.steps
     tokens = arguments.batch * arguments.sequence
     return {
@@ -87,7 +89,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_s": tokens / step_s,
         "model_tflops": 6 * num_parameters * tokens / step_s / 1e12,
         "losses": losses,
-        "device_peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
+        "breakdown": system.breakdown(),
+        "device_peak_bytes": device_peak,
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "memory_report": system.report(),
         "build_s": build_s,
@@ -97,25 +100,32 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def run_steps(
     system: System, arguments: argparse.Namespace, vocabulary: int, device: torch.device
-) -> tuple[list[float], list[float], float]:
-    """Warm up and time.
+) -> tuple[list[float], list[float], float, int]:
+    """Warm up, time, and go on untimed until there are enough losses to compare and the system has its breakdown.
 
     Returns:
-        Losses of every step, host times in seconds at the ends of the timed steps (the start first), and the seconds
-        from the start until nothing is left to do.
+        Losses of every step, host times in seconds at the ends of the timed steps (the start first), the seconds
+        from the start until nothing is left to do, and the device peak in bytes up to there.
     """
     generator = torch.Generator().manual_seed(1)
-    losses, marks = [], []
-    for index in range(arguments.warmup + arguments.steps):
-        tokens = torch.randint(0, vocabulary, (arguments.batch, arguments.sequence), generator=generator).to(device)
-        if index == arguments.warmup:
-            drain(system, device)
-            marks.append(time.perf_counter())
-        losses.append(system.step(tokens))
-        if index >= arguments.warmup:
-            marks.append(time.perf_counter())
+
+    def step() -> torch.Tensor:
+        tokens = torch.randint(0, vocabulary, (arguments.batch, arguments.sequence), generator=generator)
+        return system.step(tokens.to(device))
+
+    losses = [step() for _ in range(arguments.warmup)]
     drain(system, device)
-    return [float(loss) for loss in losses], marks, time.perf_counter() - marks[0]
+    marks = [time.perf_counter()]
+    for _ in range(arguments.steps):
+        losses.append(step())
+        marks.append(time.perf_counter())
+    drain(system, device)
+    total_s = time.perf_counter() - marks[0]
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    wanted = max(arguments.loss_steps - len(losses), system.breakdown_steps)
+    losses += [step() for _ in range(wanted)]
+    drain(system, device)
+    return [float(loss) for loss in losses], marks, total_s, peak
 
 
 def drain(system: System, device: torch.device) -> None:

@@ -1,13 +1,15 @@
-"""Tables and plots from records."""
+"""Tables from records."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from comparisons.losses import check, choose_reference
+from comparisons.losses import NUM_COMPARED, RELATIVE_TOLERANCE, choose_reference, describe
 
-COLUMNS = "| system | batch | s/step | tokens/s | TFLOP/s | x of {base} | host GiB (B/param) | device GiB | losses |"
+ENOUGH_STEPS = 5
+COLUMNS = (
+    "| system | batch | s/step (median) | tokens/s | TFLOP/s | x of {base} | host GiB (B/param) | device GiB | losses |"
+)
 
 
 def markdown(records: list[dict[str, Any]], base: str = "zero3") -> str:
@@ -18,13 +20,13 @@ def markdown(records: list[dict[str, Any]], base: str = "zero3") -> str:
         base: label of the system that ratios are taken against, within the same model, batch, clipping and machine.
     """
     parts = []
-    for key in dict.fromkeys(_group(record) for record in records):
-        group = [record for record in records if _group(record) == key]
-        parts.append(_table(group, base))
+    for key in dict.fromkeys(group(record) for record in records):
+        parts.append(_table([record for record in records if group(record) == key], base))
     return "\n".join(parts)
 
 
-def _group(record: dict[str, Any]) -> tuple[Any, ...]:
+def group(record: dict[str, Any]) -> tuple[Any, ...]:
+    """What records of one table share: model, sequence, clipping, device."""
     return record.get("model"), record.get("sequence"), record.get("clip"), record.get("device")
 
 
@@ -39,7 +41,9 @@ def _table(records: list[dict[str, Any]], base: str) -> str:
             "",
             f"{first['device']}, {first['cores']} cores; {versions}; commit {first['commit']}; {first['date'][:10]}. "
             f"{first['num_parameters'] / 1e9:.3f} B parameters; {first['steps']} timed steps after {first['warmup']}; "
-            "TFLOP/s = 6 x parameters x tokens / time.",
+            "s/step, and with it every ratio, is the mean of the timed steps with nothing left to do at the end; the "
+            "median of the steps is beside it. TFLOP/s = 6 x parameters x tokens / time. Memory is the peak of the "
+            f"process. Losses: of the first {NUM_COMPARED}, relative difference at most {RELATIVE_TOLERANCE:.1e}.",
             "",
         ]
     lines += [COLUMNS.format(base=base), "| --- " * 9 + "|"]
@@ -56,44 +60,10 @@ def _row(record: dict[str, Any], records: list[dict[str, Any]], base: str) -> st
     against = next((other for other in same_batch if other["label"] == base), None)
     ratio = f"{against['step_s'] / record['step_s']:.2f}" if against else ""
     host = record["host_peak_bytes"]
-    problem = check(record, choose_reference(same_batch))
+    label = record["label"] + (" (fewer than 5 steps timed)" if record["steps"] < ENOUGH_STEPS else "")
     return (
-        f"| {record['label']} | {record['batch']} | {record['step_s']:.3f} | {record['tokens_per_s']:.0f} "
-        f"| {record['model_tflops']:.0f} | {ratio} | {host / 2**30:.1f} ({host / record['num_parameters']:.1f}) "
-        f"| {record['device_peak_bytes'] / 2**30:.1f} | {problem or 'agree'} |"
+        f"| {label} | {record['batch']} | {record['step_s']:.3f} ({record['step_s_median']:.3f}) "
+        f"| {record['tokens_per_s']:.0f} | {record['model_tflops']:.0f} | {ratio} "
+        f"| {host / 2**30:.1f} ({host / record['num_parameters']:.1f}) "
+        f"| {record['device_peak_bytes'] / 2**30:.1f} | {describe(record, choose_reference(same_batch))} |"
     )
-
-
-def plots(records: list[dict[str, Any]], folder: Path) -> list[Path]:
-    """PNG files: throughput by batch, and memory.
-
-    Returns:
-        The files written; none where nothing succeeded.
-    """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    done = [record for record in records if record["status"] == "ok"]
-    if not done:
-        return []
-    labels = list(dict.fromkeys(record["label"] for record in done))
-    written = []
-    for name, key, unit, scale in (
-        ("throughput", "tokens_per_s", "tokens/s", 1.0),
-        ("host_memory", "host_peak_bytes", "GiB, host peak", 2.0**-30),
-        ("device_memory", "device_peak_bytes", "GiB, device peak", 2.0**-30),
-    ):
-        figure, axes = pyplot.subplots(figsize=(7, 4))
-        for label in labels:
-            points = sorted((r["batch"], r[key] * scale) for r in done if r["label"] == label)
-            axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=label)
-        axes.set(xlabel="sequences a step", ylabel=unit, ylim=(0, None), title=done[0]["model"])
-        axes.legend()
-        figure.tight_layout()
-        path = folder / f"{name}.png"
-        figure.savefig(path, dpi=120)
-        pyplot.close(figure)
-        written.append(path)
-    return written

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from comparisons.machine import describe_machine
+
 OUT_OF_MEMORY_WORDS = ("out of memory", "OutOfMemoryError", "HostMemoryError", "Cannot allocate memory", "MemoryError")
 # Exit status of a process that the kernel killed, as the shell and as subprocess see it.
 KILLED = (137, -9)
@@ -26,6 +28,7 @@ class Request:
         batch: sequences a step.
         arguments: further options of the child, as on its command line.
         label: what the report calls it, where one system runs with several options.
+        facts: what a record says of the measurement where there are no figures.
     """
 
     system: str
@@ -33,6 +36,7 @@ class Request:
     batch: int
     arguments: tuple[str, ...] = ()
     label: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -98,6 +102,8 @@ def _failure(request: Request, code: int | None, log: Path, timeout_s: float) ->
     else:
         status, reason = "failed", last_line(text)
     return {
+        **request.facts,
+        **describe_machine(),
         "system": request.system,
         "status": status,
         "reason": reason,

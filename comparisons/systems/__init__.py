@@ -38,6 +38,7 @@ class Settings:
         betas: AdamW's.
         options: options of one system (the megatrain block, for instance).
         reference_path: where the paper authors' code lies, for the system "reference".
+        steps_before_breakdown: steps to leave out before a breakdown is recorded: warm-up and timed ones.
     """
 
     batch: int
@@ -48,12 +49,24 @@ class Settings:
     betas: tuple[float, float]
     options: dict[str, Any]
     reference_path: str | None = None
+    steps_before_breakdown: int = 0
+
+    def compiled(self) -> tuple[bool, dict[str, Any]]:
+        """Whether `options` asks for compiled layers ({"compile": true}), and the other options."""
+        options = dict(self.options)
+        return bool(options.pop("compile", False)), options
 
 
 class System(Protocol):
-    """One system with a model in it."""
+    """One system with a model in it.
+
+    Attributes:
+        name: what ran, for the record.
+        breakdown_steps: untimed steps that `breakdown` needs after `Settings.steps_before_breakdown`.
+    """
 
     name: str
+    breakdown_steps: int
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """One optimizer step on tokens [batch, sequence] (int64, on the device); returns the loss (0-d, detached)."""
@@ -65,6 +78,34 @@ class System(Protocol):
     def report(self) -> dict[str, Any]:
         """What the system says of its own memory."""
         ...
+
+    def breakdown(self) -> list[dict[str, Any]]:
+        """Where the time of untimed steps went, an entry a step; empty for a system that does not tell."""
+        ...
+
+
+class SilentSystem:
+    """What a system says that leaves nothing behind a step and counts nothing."""
+
+    name: str
+    breakdown_steps = 0
+
+    def drain(self) -> None:
+        """Nothing is under way."""
+
+    def report(self) -> dict[str, Any]:
+        """Nothing of its own."""
+        return {}
+
+    def breakdown(self) -> list[dict[str, Any]]:
+        """Not told."""
+        return []
+
+
+def compile_layers(model: Any) -> None:
+    """Compile each block of a decoder in place, one graph for all (inside recompute)."""
+    for block in model.model.layers:
+        block.compile()
 
 
 def load(name: str) -> Any:

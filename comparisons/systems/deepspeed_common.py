@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from comparisons.systems import Settings
+from comparisons.systems import Settings, SilentSystem
 
 OFFLOAD = {"device": "cpu", "pin_memory": True}
 # Buckets that were fastest on a 14B layer shape: large enough that no transfer is latency-bound.
@@ -43,21 +43,23 @@ def configuration(settings: Settings, zero: dict[str, Any], **top_level: Any) ->
     return config
 
 
-class DeepSpeedSystem:
+class DeepSpeedSystem(SilentSystem):
     """Any engine behind `deepspeed.initialize`.
 
     Args:
         model: the model, on the host.
         config: the ds_config.
         expected: class name that the engine must have: a flag that nobody reads is not measured.
+        recompute: switch the model's recompute on, without which large batches do not fit.
     """
 
-    def __init__(self, model: Any, config: dict[str, Any], expected: str = "DeepSpeedEngine") -> None:
+    def __init__(
+        self, model: Any, config: dict[str, Any], expected: str = "DeepSpeedEngine", *, recompute: bool = True
+    ) -> None:
         import deepspeed
 
-        # Recompute as every system here does; without it large batches do not fit. (The streaming engine recomputes
-        # by itself and turns this off.)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if recompute:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.engine: Any
         self.engine, *_ = deepspeed.initialize(model=model, config=config)
         self.name = type(self.engine).__name__
@@ -74,9 +76,19 @@ class DeepSpeedSystem:
         self.engine.step()
         return loss.detach()
 
-    def drain(self) -> None:
-        """ZeRO-3 leaves nothing behind a step."""
 
-    def report(self) -> dict[str, Any]:
-        """Nothing of its own."""
-        return {}
+def build_zero3(model: Any, settings: Settings, zero: dict[str, Any]) -> DeepSpeedSystem:
+    """An engine of ZeRO-3's.
+
+    Args:
+        model: the model, on the host.
+        settings: options are {"compile": true}, {"recompute": false} (faster where memory allows it) and keys of
+            "zero_optimization".
+        zero: the "zero_optimization" block without the stage.
+    """
+    compiled, options = settings.compiled()
+    recompute = options.pop("recompute", True)
+    system = DeepSpeedSystem(model, configuration(settings, {**zero, **options}), recompute=recompute)
+    if compiled:
+        system.engine.compile()
+    return system

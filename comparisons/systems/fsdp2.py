@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from comparisons.systems import Settings
+from comparisons.systems import Settings, SilentSystem
 
 
-class Fsdp2System:
+class Fsdp2System(SilentSystem):
     """One rank, sharded over itself, offloaded."""
 
     name = "fsdp2"
@@ -53,13 +53,6 @@ class Fsdp2System:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
-
-    def drain(self) -> None:
-        """Nothing is under way."""
-
-    def report(self) -> dict[str, Any]:
-        """Nothing of its own."""
-        return {}
 
 
 def build(model: Any, settings: Settings) -> Fsdp2System:

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from comparisons.systems import Settings
+from comparisons.systems import Settings, SilentSystem, compile_layers
 
 
-class PlainSystem:
+class PlainSystem(SilentSystem):
     """Everything on the device."""
 
     name = "plain"
@@ -17,6 +17,8 @@ class PlainSystem:
     def __init__(self, model: Any, settings: Settings) -> None:
         self.model = model.to("cuda" if torch.cuda.is_available() else "cpu")
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if settings.compiled()[0]:
+            compile_layers(self.model)
         self.parameters = [param for param in self.model.parameters() if param.requires_grad]
         self.masters = [torch.nn.Parameter(param.detach().float()) for param in self.parameters]
         self.optimizer = torch.optim.AdamW(
@@ -39,14 +41,7 @@ class PlainSystem:
                 param.copy_(master)
         return loss.detach()
 
-    def drain(self) -> None:
-        """Nothing is under way."""
-
-    def report(self) -> dict[str, Any]:
-        """Nothing of its own."""
-        return {}
-
 
 def build(model: Any, settings: Settings) -> PlainSystem:
-    """The model on the device, with masters beside it."""
+    """The model on the device, with masters beside it; options: {"compile": true}."""
     return PlainSystem(model, settings)

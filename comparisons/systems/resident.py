@@ -6,17 +6,19 @@ from typing import Any
 
 import torch
 
-from comparisons.systems import Settings
+from comparisons.systems import Settings, SilentSystem, compile_layers
 
 
-class ResidentSystem:
+class ResidentSystem(SilentSystem):
     """The whole model on the device; gradients are dropped."""
 
     name = "resident"
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, settings: Settings) -> None:
         self.model = model.to("cuda" if torch.cuda.is_available() else "cpu")
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if settings.compiled()[0]:
+            compile_layers(self.model)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Forward and backward."""
@@ -25,14 +27,7 @@ class ResidentSystem:
         self.model.zero_grad(set_to_none=True)
         return loss.detach()
 
-    def drain(self) -> None:
-        """Nothing is under way."""
 
-    def report(self) -> dict[str, Any]:
-        """Nothing of its own."""
-        return {}
-
-
-def build(model: Any, settings: Settings) -> ResidentSystem:  # noqa: ARG001
-    """The model on the device."""
-    return ResidentSystem(model)
+def build(model: Any, settings: Settings) -> ResidentSystem:
+    """The model on the device; options: {"compile": true}."""
+    return ResidentSystem(model, settings)

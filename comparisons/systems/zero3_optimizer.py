@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from comparisons.systems import Settings
-from comparisons.systems.deepspeed_common import OFFLOAD, TUNED, DeepSpeedSystem, configuration
+from comparisons.systems.deepspeed_common import OFFLOAD, TUNED, DeepSpeedSystem, build_zero3
 
 
 def build(model: Any, settings: Settings) -> DeepSpeedSystem:
     """The engine."""
-    zero = {"offload_optimizer": dict(OFFLOAD), **TUNED, **settings.options}
-    return DeepSpeedSystem(model, configuration(settings, zero))
+    zero = {"offload_optimizer": dict(OFFLOAD), **TUNED}
+    return build_zero3(model, settings, zero)
