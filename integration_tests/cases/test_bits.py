@@ -200,12 +200,14 @@ def test_deferred_moments_change_no_bit(device, accumulation) -> None:
 
 def test_moments_are_deferred_where_a_forward_waits(device, start) -> None:
     engine = start(Stack(), gradient_clipping=1.0, dtype=torch.bfloat16)
-    parts = slow_passes(engine, seconds=dict.fromkeys((UpdatePart.ALL, UpdatePart.WEIGHTS), 0.005))
-    for ids in token_batches(device, 3):
+    parts = slow_passes(engine, seconds=dict.fromkeys((UpdatePart.ALL, UpdatePart.WEIGHTS), 0.02))
+    for ids in token_batches(device, 8):
         loss = engine(ids)
+        # A backward that leaves the worker idle for long.
         time.sleep(0.2)
         engine.backward(loss)
         engine.step()
-    engine.runtime.pipeline.wait_all()
-    assert parts[: len(parts) // 3].count(UpdatePart.ALL) > 0
+        if UpdatePart.MOMENTS in parts:
+            break
+    assert UpdatePart.WEIGHTS not in parts[:4]
     assert UpdatePart.MOMENTS in parts
