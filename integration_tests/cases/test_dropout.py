@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from integration_tests.cases.engines import assert_same_bits, gradients, plain_gradients
-from integration_tests.cases.models import Block, Stack, causal_loss, gpt2, llama, token_batches
+from integration_tests.cases.models import VOCABULARY, Block, Stack, causal_loss, gpt2, llama, token_batches
 
 
 class StochasticDepth(Block):
@@ -78,6 +78,32 @@ def test_hugging_face_dropout(start, device, activations) -> None:
     twin = copy.deepcopy(model).to(device)
     (ids,) = token_batches(device, 1)
     compare(start, device, model, twin, lambda which: causal_loss(which, ids), activations=activations)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_hugging_face_layer_drop(start, device, activations) -> None:
+    """The model itself leaves whole blocks out at random: they get no gradient, the others the right one."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    config = OPTConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        word_embed_proj_dim=32,
+        ffn_dim=48,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        dropout=0.1,
+        layerdrop=0.5,
+    )
+    model = OPTForCausalLM(config)
+    twin = copy.deepcopy(model).to(device)
+    ran = []
+    for block in twin.model.decoder.layers:
+        block.register_forward_hook(lambda module, _args, _output: ran.append(module))
+    (ids,) = token_batches(device, 1)
+    compare(start, device, model, twin, lambda which: causal_loss(which, ids), activations=activations)
+    assert 0 < len(set(ran)) < 6
 
 
 def test_llama_attention_dropout_with_checkpointing(start, device) -> None:
