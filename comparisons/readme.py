@@ -28,8 +28,8 @@ NEEDED_MEMORY = ("host_peak_bytes", "device_peak_bytes")
 LEGEND = f"""\
 Seconds are the mean of the timed steps with every update waited for; what is derived from seconds is derived from the
 mean. TFLOP/s = 6 x parameters x tokens / time. Memory is the peak of the process. The speedup is against {BASE} of the
-same batch. Losses may differ by {RELATIVE_TOLERANCE:.1e}, relative, over the first {NUM_COMPARED} steps that both systems
-recorded; a row whose losses differ more is void.
+same batch. Losses may differ by {RELATIVE_TOLERANCE:.1e}, relative, over the first {NUM_COMPARED} steps
+that both systems recorded; a row whose losses differ more is void.
 """
 COLUMNS = (
     "system",
