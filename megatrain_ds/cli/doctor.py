@@ -13,7 +13,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatrain_ds.planning.probe import available_host_bytes, memlock_limit_bytes
+from megatrain_ds.planning.probe import available_host_bytes, memlock_limit_bytes, usable_cpus
 
 _GIB = 1024**3
 
@@ -130,7 +130,7 @@ def _examine_kernel(diagnosis: Diagnosis) -> None:
 
 
 def _examine_host(diagnosis: Diagnosis) -> None:
-    usable = len(os.sched_getaffinity(0))
+    usable = usable_cpus()
     diagnosis.facts["host"] = {
         "cores": os.cpu_count(),
         "usable_cores": usable,

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from megatrain_ds.planning.probe import usable_cpus
+
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -36,7 +38,7 @@ def program_environment() -> dict[str, str]:
         environment.pop(name, None)
     if not torch.cuda.is_available():
         environment["DS_ACCELERATOR"] = "cpu"
-        environment.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+        environment.setdefault("OMP_NUM_THREADS", str(usable_cpus()))
     return environment
 
 

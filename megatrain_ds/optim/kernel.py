@@ -7,7 +7,6 @@ operator for bit comparison with ZeRO-3.
 
 from __future__ import annotations
 
-import os
 import warnings
 from typing import Protocol
 
@@ -17,6 +16,7 @@ from megatrain_ds.errors import MegaTrainWarning, explain
 from megatrain_ds.optim.adam import AdamStep, UpdatePart
 from megatrain_ds.optim.native import NativeBuildError, NativeKernel
 from megatrain_ds.optim.torch_kernel import TorchKernel
+from megatrain_ds.planning.probe import usable_cpus
 
 __all__ = ["KERNEL_NAMES", "AdamStep", "UpdateKernel", "UpdatePart", "default_num_threads", "load_kernel"]
 
@@ -82,8 +82,8 @@ class UpdateKernel(Protocol):
 
 
 def default_num_threads() -> int:
-    """Return the CPUs this process may run on, less one for the launching thread when there are four or more."""
-    available = len(os.sched_getaffinity(0))
+    """Return the CPUs this process may keep busy, less one for the launching thread when there are four or more."""
+    available = usable_cpus()
     return available - 1 if available >= 4 else max(1, available)
 
 

@@ -24,6 +24,7 @@ import torch
 from megatrain_ds.errors import MegaTrainError, explain
 from megatrain_ds.optim.adam import AdamScalars, AdamStep, UpdatePart, adam_scalars
 from megatrain_ds.optim.operands import check_accumulate, check_block, check_gradient, check_part, check_update
+from megatrain_ds.planning.probe import usable_cpus
 
 SOURCE_FOLDER = Path(__file__).parent / "csrc"
 LIBRARY_NAME = "host_optimizer.so"
@@ -136,7 +137,7 @@ class NativeKernel:
 
 def native_status() -> NativeStatus:
     """Compile and load the library if that has not happened yet, and say how it went; a failed build does not raise."""
-    threads = len(os.sched_getaffinity(0))
+    threads = usable_cpus()
     try:
         path = build_library()
         instruction_set = load_library(path).megatrain_instruction_set().decode()

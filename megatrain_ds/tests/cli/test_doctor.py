@@ -36,8 +36,8 @@ def test_an_installed_package_is_usable(installed):
     assert (code, found["usable"], found["problems"]) == (0, True, [])
     assert found["plugin"] == {"active": True, "hooked": True, "why_not": []}
     assert found["versions"]["deepspeed"]["inside"] is True
-    assert found["native_kernel"]["threads"] == len(os.sched_getaffinity(0))
-    assert found["host"]["usable_cores"] == len(os.sched_getaffinity(0))
+    assert found["native_kernel"]["threads"] == machine.usable_cpus()
+    assert found["host"]["usable_cores"] == machine.usable_cpus()
     assert 2**28 < found["host"]["available_bytes"] < 2**50
     assert found["accelerator"]["devices"] >= 1
 
@@ -69,7 +69,7 @@ def test_a_broken_deepspeed_is_the_reason(installed):
 
 
 def test_few_threads_are_a_note_and_no_problem(installed):
-    if len(os.sched_getaffinity(0)) < 2:
+    if machine.usable_cpus() < 2:
         pytest.skip("one core")
     code, found = consult(installed, OMP_NUM_THREADS="1")
     assert code == 0
@@ -137,6 +137,27 @@ def test_available_memory_is_the_least_of_kernel_and_control_groups(tmp_path, mo
     assert machine.available_host_bytes(meminfo, own) == 0
     own.write_text("")
     assert machine.available_host_bytes(meminfo, own) == 3000 * 1024
+
+
+def test_usable_cpus_are_the_least_of_affinity_and_quotas(tmp_path, monkeypatch):
+    own, v2, v1 = tmp_path / "cgroup", tmp_path / "v2", tmp_path / "v1"
+    own.write_text("0::/outer/inner\n3:cpu,cpuacct:/box\n2:cpuset:/other\n")
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.setattr(machine, "_V2_ROOT", v2)
+    monkeypatch.setattr(machine, "_V1_CPU_ROOT", v1)
+    assert machine.usable_cpus(own) == 64
+    (v2 / "outer" / "inner").mkdir(parents=True)
+    (v2 / "outer" / "inner" / "cpu.max").write_text("max 100000\n")
+    assert machine.usable_cpus(own) == 64
+    (v2 / "outer" / "cpu.max").write_text("1650000 100000\n")
+    assert machine.usable_cpus(own) == 16
+    (v1 / "box").mkdir(parents=True)
+    (v1 / "box" / "cpu.cfs_period_us").write_text("100000\n")
+    (v1 / "box" / "cpu.cfs_quota_us").write_text("-1\n")
+    assert machine.usable_cpus(own) == 16
+    (v1 / "box" / "cpu.cfs_quota_us").write_text("50000\n")
+    assert machine.usable_cpus(own) == 1
+    assert machine.usable_cpus(tmp_path / "nowhere") == 64
 
 
 def test_the_memlock_limit_is_read_in_bytes():
