@@ -6,15 +6,18 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from comparisons.losses import check, choose_reference
 from comparisons.machine import describe_machine
 from comparisons.plots import plots
-from comparisons.report import markdown
-from comparisons.runner import Outcome, Request, run
+from comparisons.report import group, markdown
+from comparisons.runner import Outcome, Request, read_records, run
 from comparisons.search import best_batch
 from comparisons.systems import SYSTEMS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SYSTEMS_HELP = "comma-separated, each SYSTEM or LABEL=SYSTEM (to run one with several options): " + "; ".join(
     f"{name}: {text}" for name, text in SYSTEMS.items()
@@ -33,7 +36,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     runs.add_argument("--steps", type=int, default=5, help="timed steps, at least 5 for a claim")
     runs.add_argument("--warmup", type=int, default=2)
     runs.add_argument("--loss-steps", type=int, default=20, help="losses compared; those beyond the clock untimed")
-    runs.add_argument("--clip", type=float, default=1.0, help="gradient clipping; 0 for none")
+    runs.add_argument("--clip", default="1.0", help="comma-separated gradient clipping; 0 for none")
     runs.add_argument("--learning-rate", type=float, default=1e-5)
     runs.add_argument("--options", type=json.loads, default={}, help='{"LABEL": {options}} (JSON)')
     runs.add_argument("--reference", help="path of the paper authors' code")
@@ -58,9 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     options = parse_arguments(arguments)
     if options.command == "readme":
-        from comparisons.readme import update
-
-        return int(update(options.readme, options.results, check=options.check) and options.check)
+        return write_readme(options)
     if options.command == "report":
         records = read_records(options.folder)
         if not records:
@@ -75,6 +76,22 @@ def main(arguments: list[str] | None = None) -> int:
     return finish(records, options.out, options.base)
 
 
+def write_readme(options: argparse.Namespace) -> int:
+    """Bring README's tables up to date, or say whether they are; returns the exit status."""
+    from comparisons.readme import ReadmeError, update
+
+    try:
+        stale = update(options.readme, options.results, check=options.check)
+    except (ReadmeError, OSError) as error:
+        _say(str(error))
+        return 2
+    if stale and options.check:
+        _say(f"{options.readme}: older than the records. Run `python -m comparisons readme`.")
+        return 1
+    _say(f"{options.readme}: {'written' if stale else 'up to date'}")
+    return 0
+
+
 def labelled_systems(text: str) -> dict[str, str]:
     """System per label, of "megatrain,compiled=megatrain,zero3"."""
     pairs = [part.split("=", 1) for part in text.split(",")]
@@ -82,28 +99,12 @@ def labelled_systems(text: str) -> dict[str, str]:
 
 
 def measure(options: argparse.Namespace) -> list[Outcome]:
-    """Run every system at every batch, one child after the other."""
+    """Run every system at every clipping and batch, one child after the other."""
     outcomes = []
     systems = labelled_systems(options.systems)
-    for position, (label, system) in enumerate(systems.items(), 1):
-        arguments = _child_arguments(options, label)
-        place = f"[{position}/{len(systems)}] {label}"
-
-        def attempt(
-            batch: int,
-            system: str = system,
-            label: str = label,
-            arguments: tuple[str, ...] = arguments,
-            at: str = place,
-        ) -> Outcome:
-            _say(f"{at}, batch {batch} ...")
-            request = Request(
-                system, options.model, batch, arguments, label, {"sequence": options.sequence, "clip": options.clip}
-            )
-            outcome = run(request, options.out, timeout_s=options.timeout)
-            _say(f"{at}, batch {batch}: {_summary(outcome)}")
-            return outcome
-
+    runs = [(label, float(clip)) for clip in options.clip.split(",") for label in systems]
+    for position, (label, clip) in enumerate(runs, 1):
+        attempt = _attempt(options, systems[label], label, clip, f"[{position}/{len(runs)}] {label}")
         if options.batches == "best":
             outcomes += best_batch(attempt)
         else:
@@ -111,9 +112,26 @@ def measure(options: argparse.Namespace) -> list[Outcome]:
     return outcomes
 
 
-def _child_arguments(options: argparse.Namespace, label: str) -> tuple[str, ...]:
-    arguments = ["--options", json.dumps(options.options.get(label, {}))]
-    for name in ("sequence", "steps", "warmup", "loss_steps", "clip", "learning_rate"):
+def _attempt(options: argparse.Namespace, system: str, label: str, clip: float, place: str) -> Callable[[int], Outcome]:
+    """What measures one batch of one system, and says so."""
+    arguments = _child_arguments(options, label, clip)
+    facts = {"sequence": options.sequence, "clip": clip, "options": options.options.get(label, {})}
+
+    def attempt(batch: int) -> Outcome:
+        at = f"{place}, clipping {clip or 'off'}, batch {batch}"
+        _say(f"{at} ...")
+        outcome = run(
+            Request(system, options.model, batch, arguments, label, facts), options.out, timeout_s=options.timeout
+        )
+        _say(f"{at}: {_summary(outcome)}")
+        return outcome
+
+    return attempt
+
+
+def _child_arguments(options: argparse.Namespace, label: str, clip: float) -> tuple[str, ...]:
+    arguments = ["--options", json.dumps(options.options.get(label, {})), "--clip", str(clip)]
+    for name in ("sequence", "steps", "warmup", "loss_steps", "learning_rate"):
         arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     if options.reference:
         arguments += ["--reference", options.reference]
@@ -128,16 +146,10 @@ def finish(records: list[dict[str, Any]], folder: Path, base: str) -> int:
     _say(table)
     good = True
     for record in records:
-        same = [r for r in records if r["batch"] == record["batch"]]
+        same = [r for r in records if r["batch"] == record["batch"] and group(r) == group(record)]
         void = check(record, choose_reference(same))
         good &= record["status"] == "ok" and not void.endswith("void")
     return 0 if good else 1
-
-
-def read_records(folder: Path) -> list[dict[str, Any]]:
-    """Every record in a folder, in the order of their names."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    return [record for record in found if isinstance(record, dict) and "status" in record]
 
 
 def _problem(options: argparse.Namespace) -> str:
@@ -159,21 +171,34 @@ def _problem(options: argparse.Namespace) -> str:
         return f"--reference = {options.reference!r}: the system 'reference' needs the folder of a checkout. Name one."
     if options.batches != "best" and not all(part.isdigit() and int(part) > 0 for part in options.batches.split(",")):
         return f"--batches = {options.batches!r}: give counts of sequences such as 8,32, or 'best'."
+    if not all(_is_clipping(part) for part in options.clip.split(",")):
+        return f"--clip = {options.clip!r}: give one or more of 0 (none) and positive numbers, such as 1.0,0."
     for name, least in (("steps", 1), ("warmup", 0), ("loss_steps", 1), ("sequence", 2)):
         if getattr(options, name) < least:
             return f"--{name.replace('_', '-')} = {getattr(options, name)}: must be at least {least}. Give more."
     return _other_hardware(options.out)
 
 
+def _is_clipping(text: str) -> bool:
+    try:
+        return 0.0 <= float(text) < float("inf")
+    except ValueError:
+        return False
+
+
 def _other_hardware(folder: Path) -> str:
-    others = {str(record["device"]) for record in read_records(folder) if record["status"] == "ok"}
-    others.discard(describe_machine()["device"])
+    here = _hardware(describe_machine())
+    others = {_hardware(record) for record in read_records(folder) if record["status"] == "ok"} - {here}
     if not others:
         return ""
     return (
-        f"--out = {str(folder)!r}: holds records of {', '.join(sorted(others))}, and this machine has "
-        f"{describe_machine()['device']}. Ratios across machines mean nothing: give another folder."
+        f"--out = {str(folder)!r}: holds records of {', '.join(sorted(others))}, and this machine has {here}. Ratios "
+        "across machines mean nothing: give another folder."
     )
+
+
+def _hardware(record: dict[str, Any]) -> str:
+    return f"{record['device']} with {record.get('cores', '?')} cores"
 
 
 def _summary(outcome: Outcome) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
+import socket
 import statistics
 import time
 from pathlib import Path
@@ -44,7 +44,10 @@ def use_one_rank() -> None:
     """What a launcher would have set for one process."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_PORT", "29650")
+    # A free one, so that two comparisons on one machine do not meet.
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        os.environ.setdefault("MASTER_PORT", str(probe.getsockname()[1]))
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -52,6 +55,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     use_one_rank()
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     module = load(arguments.system)
+    baseline_bytes = host_peak_bytes()
     started = time.perf_counter()
     model = build_model(arguments.model, device)
     num_parameters, vocabulary = sum(param.numel() for param in model.parameters()), model.config.vocab_size
@@ -91,11 +95,20 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "losses": losses,
         "breakdown": system.breakdown(),
         "device_peak_bytes": device_peak,
-        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "host_peak_bytes": host_peak_bytes(),
+        # Python and the packages, before there is a model: part of the peak.
+        "host_baseline_bytes": baseline_bytes,
         "memory_report": system.report(),
         "build_s": build_s,
         **describe_machine(),
     }
+
+
+def host_peak_bytes() -> int:
+    """The most host memory that this process has had resident, pinned memory included."""
+    # Not ru_maxrss: that survives exec, and so starts at what the process that started this one had resident.
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def run_steps(

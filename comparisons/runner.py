@@ -40,8 +40,17 @@ class Request:
 
     @property
     def name(self) -> str:
-        """A name for files and tables."""
+        """What tables call it."""
         return self.label or self.system
+
+    @property
+    def stem(self) -> str:
+        """A name for files: what differs from the usual sequence of 1024 tokens and clipping at 1.0 is in it."""
+        sequence, clip = self.facts.get("sequence", 1024), self.facts.get("clip", 1.0)
+        parts = [self.model.stem, self.name]
+        parts += [f"s{sequence}"] if sequence != 1024 else []
+        parts += [f"clip{clip:g}" if clip else "noclip"] if clip != 1.0 else []
+        return "_".join([*parts, f"b{self.batch}"])
 
 
 @dataclass
@@ -69,7 +78,7 @@ def run(request: Request, folder: Path, *, timeout_s: float) -> Outcome:
         The outcome. A child that fails is a result, never an exception.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    stem = f"{request.model.stem}_{request.name}_b{request.batch}"
+    stem = request.stem
     out, log = folder / f"{stem}.json", folder / f"{stem}.log"
     out.unlink(missing_ok=True)
     command = [sys.executable, "-m", "comparisons.child", "--system", request.system, "--model", str(request.model)]
@@ -89,6 +98,12 @@ def run(request: Request, folder: Path, *, timeout_s: float) -> Outcome:
     record["label"] = request.name
     out.write_text(json.dumps(record, indent=2) + "\n")
     return Outcome(request, record)
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """Every record in a folder, in the order of their names."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return [record for record in found if isinstance(record, dict) and "status" in record]
 
 
 def _failure(request: Request, code: int | None, log: Path, timeout_s: float) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from comparisons.__main__ import finish
 from comparisons.plots import causes, plots
 from comparisons.report import markdown
 
@@ -50,7 +51,23 @@ def test_a_ratio_is_taken_within_a_batch():
     table = rows(markdown(records))
     assert table["ours"][:5] == ["2", "2.000 (1.000)", "16", "1", "1.50"]
     assert table["ours8"][4] == "4.00"
-    assert table["ours"][5:8] == ["2.0 (2147483.6)", "1.0", "1 agree"]
+    assert table["ours"][5:] == ["", "2.0 (2147483.6)", "1.0", "1 agree", "abc, 2026-01-02"]
+
+
+def test_the_ceiling_is_compiled_for_what_is_compiled():
+    fast = {"compile": True}
+    records = [
+        record("resident", 1.0),
+        record("top", 0.5, system="resident", options=fast),
+        record("ours", 2.0),
+        record("ours+", 1.0, system="ours", options=fast),
+    ]
+    table = markdown(records)
+    assert rows(table)["ours"][5] == "50%"
+    assert rows(table)["ours+"][5] == "50%"
+    assert rows(table)["top"][5] == "100%"
+    assert 'ours+: ours with {"compile": true}.' in table
+    assert "ours: ours" not in table
 
 
 def test_without_the_base_there_is_no_ratio():
@@ -74,7 +91,7 @@ def test_a_failure_is_a_row_and_void_losses_are_marked():
     group = {key: record("zero3", 3.0)[key] for key in ("sequence", "clip", "device")}
     table = rows(markdown([record("zero3", 3.0), {**failed, **group}, record("ours", 2.0, losses=[5.0])]))
     assert table["bad"][1] == "failed: a/b"
-    assert table["ours"][-1].endswith("void")
+    assert table["ours"][-2].endswith("void")
 
 
 def test_a_breakdown_is_scaled_to_the_timed_step():
@@ -94,3 +111,13 @@ def test_plots_are_written_for_every_table(tmp_path):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
     assert {path.name.split("_")[1] for path in written} == {"clip1", "noclip"}
     assert plots([{"status": "failed"}], tmp_path) == []
+
+
+def test_losses_are_compared_within_one_clipping(tmp_path):
+    """Without clipping losses are others, and right."""
+    records = [
+        record(label, 1.0, clip=clip, losses=[4.0, 4.0 - clip]) for label in ("zero3", "ours") for clip in (0.0, 1.0)
+    ]
+    assert finish(records, tmp_path, "zero3") == 0
+    records[-1]["losses"] = [4.0, 4.0]
+    assert finish(records, tmp_path, "zero3") == 1

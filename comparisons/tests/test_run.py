@@ -29,7 +29,7 @@ def measured(tmp_path_factory) -> tuple[int, Path]:
 
 
 def record(folder: Path, name: str) -> dict[str, Any]:
-    return json.loads((folder / f"tiny_{name}_b2.json").read_text())
+    return json.loads((folder / f"tiny_{name}_s16_b2.json").read_text())
 
 
 def test_four_systems_run_and_agree(measured):
@@ -53,7 +53,7 @@ def test_a_record_says_what_was_measured_with_what(measured, system):
     assert len(found["losses"]) >= 6
     assert found["tokens_per_s"] == pytest.approx(2 * 16 / found["step_s"])
     assert found["model_tflops"] == pytest.approx(6 * found["num_parameters"] * found["tokens_per_s"] / 1e12)
-    assert found["host_peak_bytes"] > 2**27
+    assert found["host_peak_bytes"] > found["host_baseline_bytes"] > 2**27
     assert {"torch", "python"} <= set(found["versions"])
     assert found["date"]
     assert found["cores"] >= 1
@@ -109,6 +109,16 @@ def test_a_system_that_fails_is_a_row_and_the_rest_goes_on(tmp_path, status):
         assert record(out, "resident")["status"] == "ok"
 
 
+def test_one_command_measures_clipping_on_and_off(tmp_path):
+    (tmp_path / "comparison_adapter.py").write_text("def build(model, settings): raise ValueError(settings.clip)\n")
+    out = tmp_path / "out"
+    main(command(out, "--reference", str(tmp_path), "--clip", "1.0,0", systems="theirs=reference"))
+    assert record(out, "theirs")["reason"].endswith("1.0")
+    off = json.loads((out / "tiny_theirs_s16_noclip_b2.json").read_text())
+    assert off["reason"].endswith("0.0")
+    assert (off["clip"], record(out, "theirs")["clip"]) == (0.0, 1.0)
+
+
 def test_a_child_that_does_not_end_is_stopped(tmp_path):
     (tmp_path / "comparison_adapter.py").write_text("import time\ntime.sleep(600)\n")
     outcome = run(Request("reference", TINY, 2, ("--reference", str(tmp_path))), tmp_path / "out", timeout_s=4.0)
@@ -124,6 +134,7 @@ def test_a_child_that_does_not_end_is_stopped(tmp_path):
         (["--systems", "megatrain,zero9"], r"--systems = 'zero9': no such system. Choose from megatrain"),
         (["--systems", "zero3,zero3"], r"--systems = 'zero3,zero3': a label appears twice"),
         (["--batches", "8,many"], r"--batches = '8,many'"),
+        (["--clip", "1.0,-2"], r"--clip = '1.0,-2'"),
         (["--steps", "0"], r"--steps = 0: must be at least 1"),
         (["--options", '{"fsdp2": {}}', "--systems", "zero3"], r"--options = .*labels of --systems: zero3"),
         (["--systems", "reference"], r"--reference = None: the system 'reference' needs the folder"),
@@ -138,9 +149,9 @@ def test_a_bad_command_line_is_named_before_anything_starts(tmp_path, capsys, ch
 
 
 def test_records_of_other_hardware_are_refused_by_name(tmp_path, capsys):
-    (tmp_path / "other.json").write_text(json.dumps({"status": "ok", "device": "A Machine Elsewhere"}))
+    (tmp_path / "other.json").write_text(json.dumps({"status": "ok", "device": "A Machine Elsewhere", "cores": 3}))
     assert main(command(tmp_path)) == 2
-    assert "holds records of A Machine Elsewhere, and this machine has" in capsys.readouterr().out
+    assert "holds records of A Machine Elsewhere with 3 cores, and this machine has" in capsys.readouterr().out
     assert not list(tmp_path.glob("*.log"))
 
 
