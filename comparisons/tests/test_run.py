@@ -21,6 +21,14 @@ def command(out: Path, *more: str, systems: str = ",".join(SYSTEMS)) -> list[str
     return ["run", "--model", str(TINY), "--systems", systems, "--batches", "2", "--out", str(out), *SMALL, *more]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Threads of a tiny model wait for each other longer than they compute, on a busy machine a hundred times over."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> tuple[int, Path]:
     """One run of four systems: its exit status and folder."""
