@@ -139,14 +139,15 @@ def _child_arguments(options: argparse.Namespace, label: str, clip: float) -> tu
 
 
 def finish(records: list[dict[str, Any]], folder: Path, base: str) -> int:
-    """Write report.md and the plots; returns the exit status."""
-    table = markdown(records, base)
+    """Write report.md and the plots of everything in the folder; returns the exit status, which `records` decide."""
+    everything = read_records(folder)
+    table = markdown(everything, base)
     (folder / "report.md").write_text(table)
-    plots(records, folder)
+    plots(everything, folder)
     _say(table)
     good = True
     for record in records:
-        same = [r for r in records if r["batch"] == record["batch"] and group(r) == group(record)]
+        same = [r for r in everything if r["batch"] == record["batch"] and group(r) == group(record)]
         void = check(record, choose_reference(same))
         good &= record["status"] == "ok" and not void.endswith("void")
     return 0 if good else 1

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from megatrain_ds.planning.probe import usable_cpus
+
 _PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
 
 
@@ -21,7 +23,7 @@ def describe_machine() -> dict[str, Any]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "device": torch.cuda.get_device_name() if use_cuda else _processor(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cpus(),
         "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "versions": {"python": platform.python_version(), **_versions()},
         # A copy of the tree without its history can say what it is a copy of.

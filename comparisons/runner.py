@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -85,19 +87,32 @@ def run(request: Request, folder: Path, *, timeout_s: float) -> Outcome:
     command += ["--batch", str(request.batch), "--out", str(out), *request.arguments]
     with log.open("w") as stream:
         process = subprocess.Popen(
-            command, stdout=stream, stderr=subprocess.STDOUT, env=os.environ | {"PYTHONUNBUFFERED": "1"}
+            command,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
         )
         try:
             code: int | None = process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
             code = None
+        except KeyboardInterrupt:
+            _end(process)
+            raise
+        # With it whatever it started.
+        _end(process)
     _remove_shared_buffers(process.pid)
     record = json.loads(out.read_text()) if out.is_file() else _failure(request, code, log, timeout_s)
     record["label"] = request.name
     out.write_text(json.dumps(record, indent=2) + "\n")
     return Outcome(request, record)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:

@@ -85,13 +85,14 @@ def test_the_streaming_engine_tells_where_its_time_went(measured):
 
 def test_losses_that_differ_on_purpose_make_a_row_void(measured, capsys):
     _, out = measured
-    main(command(out, "--learning-rate", "0.05", systems="hot=megatrain"))
-    assert main(["report", str(out)]) == 1
+    assert main(command(out, "--learning-rate", "0.05", systems="hot=megatrain")) == 1
     rows = [line for line in (out / "report.md").read_text().splitlines() if line.startswith("| hot")]
     assert len(rows) == 1
     assert "differ from zero3's by" in rows[0]
     assert "void" in rows[0]
     assert rows[0] in capsys.readouterr().out
+    assert "| zero3 " in (out / "report.md").read_text()
+    assert main(["report", str(out)]) == 1
 
 
 FAILURES = {
@@ -127,12 +128,20 @@ def test_one_command_measures_clipping_on_and_off(tmp_path):
     assert (off["clip"], record(out, "theirs")["clip"]) == (0.0, 1.0)
 
 
-def test_a_child_that_does_not_end_is_stopped(tmp_path):
-    (tmp_path / "comparison_adapter.py").write_text("import time\ntime.sleep(600)\n")
-    outcome = run(Request("reference", TINY, 2, ("--reference", str(tmp_path))), tmp_path / "out", timeout_s=4.0)
+def test_a_child_that_does_not_end_is_stopped_with_what_it_started(tmp_path):
+    started = tmp_path / "started"
+    source = f"""
+import pathlib, subprocess, time
+pathlib.Path({str(started)!r}).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+time.sleep(600)
+"""
+    (tmp_path / "comparison_adapter.py").write_text(source)
+    outcome = run(Request("reference", TINY, 2, ("--reference", str(tmp_path))), tmp_path / "out", timeout_s=8.0)
     assert not outcome.ok
     assert outcome.record["status"] == "timeout"
-    assert "4 s" in outcome.record["reason"]
+    assert "8 s" in outcome.record["reason"]
+    state = Path(f"/proc/{started.read_text()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
 
 
 @pytest.mark.parametrize(
