@@ -291,10 +291,14 @@ def _make_tracer(config: MegaTrainConfig, device: torch.device) -> NullTracer:
 
 
 def _check_writable(path: str) -> None:
-    # Now, not when the last step to be recorded is over.
+    # Now, not when the last step to be recorded is over. What was not there is not left there empty.
+    file = Path(path)
+    existed = file.exists()
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).touch()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("a").close()
+        if not existed:
+            file.unlink()
     except OSError as error:
         name, action = f"{BLOCK_KEY}.trace_file", "Name a file that this process may write"
         raise EngineConfigError(explain(name, path, f"cannot be written ({error.strerror})", action)) from None

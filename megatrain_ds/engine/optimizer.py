@@ -241,11 +241,11 @@ class MegaTrainOptimizer(ZeROOptimizer, torch.optim.Optimizer):
             self._check_eager(hyper)
             order = runtime.update_order()
             deferred = self._defer_moments(order)
-            for unit in order:
-                if unit in self._eager_units and any(runtime.store.units[unit].received):
-                    raise self._gradient_after_update(unit)
-                runtime.pipeline.update(unit, hyper, runtime.drain.arrivals(unit), defer_moments=unit in deferred)
-            runtime.pipeline.write_moments()
+            with runtime.pipeline.updating():
+                for unit in order:
+                    if unit in self._eager_units and any(runtime.store.units[unit].received):
+                        raise self._gradient_after_update(unit)
+                    runtime.pipeline.update(unit, hyper, runtime.drain.arrivals(unit), defer_moments=unit in deferred)
         self._eager_hyper, self._eager_units = None, set()
         # Schedulers that were given the user's optimizer ask it whether a step has run.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -10,7 +10,9 @@ are written after all weights (see `deferral`): until then their gradients must 
 
 from __future__ import annotations
 
+import contextlib
 import time
+import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,7 +23,7 @@ from megatrain_ds.optim.deferral import MOMENTS_BYTES, WEIGHTS_BYTES, WHOLE_BYTE
 from megatrain_ds.optim.worker import Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
 
@@ -111,11 +113,11 @@ class HostPipeline:
 
     def wait(self, unit: int) -> None:
         """Block until no update of `unit`, moments included, is queued or running; raises what the worker raised."""
-        self._worker.wait(self._update_tickets[unit])
+        self._wait(self._update_tickets[unit], "the last update of ", unit)
 
     def wait_gradient(self, unit: int) -> None:
         """Block until every queued accumulation of `unit` is done."""
-        self._worker.wait(self._gradient_tickets[unit])
+        self._wait(self._gradient_tickets[unit], "accumulation of ", unit)
 
     def wait_ticket(self, ticket: int) -> None:
         """Block until the task with this ticket has run."""
@@ -137,11 +139,12 @@ class HostPipeline:
             if arrived is not None:
                 arrived.synchronize()
             assert host.accumulator is not None
-            for piece in pieces:
-                target = host.accumulator[piece.run]
-                assert target is not None
-                part = target[piece.offset : piece.offset + piece.gradient.numel()]
-                self.kernel.accumulate(accumulator=part, grad=piece.gradient, overwrite=piece.overwrite)
+            with self._tracer.host_span("update", f"accumulation of {self._names[unit]}"):
+                for piece in pieces:
+                    target = host.accumulator[piece.run]
+                    assert target is not None
+                    part = target[piece.offset : piece.offset + piece.gradient.numel()]
+                    self.kernel.accumulate(accumulator=part, grad=piece.gradient, overwrite=piece.overwrite)
 
         ticket = self._submit(task, f"gradient accumulation of {self._names[unit]}")
         self._gradient_tickets[unit] = ticket
@@ -186,6 +189,14 @@ class HostPipeline:
         if later:
             self._deferred.append((unit, later, hyper))
 
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """One step's calls of `update`; at the end, whatever happened, the moments that were left are queued."""
+        try:
+            yield
+        finally:
+            self.write_moments()
+
     def write_moments(self) -> None:
         """Every weight of the step is queued: queue the moments that were left, in the order gradients come in."""
         self._submit(self.deferral.weights_done, "the end of a step's weights")
@@ -201,8 +212,21 @@ class HostPipeline:
                 self._update_range(self._host_units[unit], found, hyper[found.group], UpdatePart.MOMENTS)
 
     def close(self) -> None:
-        """Finish what is queued and stop the worker; idempotent."""
-        self._worker.stop()
+        """Finish what is queued and stop the worker; idempotent. Warns of an error that nobody has been told of."""
+        error = self._worker.stop()
+        if error is not None:
+            warnings.warn(
+                f"megatrain: the last updates failed, and nothing waited for them: {type(error).__name__}: {error}. "
+                "Weights and optimizer state are those of different steps: go back to the last checkpoint.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _wait(self, ticket: int, what: str, unit: int) -> None:
+        waits = not self._worker.done(ticket)
+        with self._tracer.host_span("wait", what + self._names[unit]) if waits else contextlib.nullcontext():
+            # Done or not: it raises the error of any task.
+            self._worker.wait(ticket)
 
     def _submit(self, task, label: str) -> int:  # noqa: ANN001
         ticket = self._worker.submit(task, label)

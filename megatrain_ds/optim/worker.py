@@ -29,6 +29,7 @@ class Worker:
         self._submitted = 0
         self._completed = 0
         self._error: BaseException | None = None
+        self._raised = False
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -73,15 +74,22 @@ class Worker:
         """Block until every submitted task has run; raises as `wait`."""
         self.wait(self._submitted)
 
-    def stop(self) -> None:
-        """Finish what is queued and end the thread; idempotent. Never raises."""
+    def stop(self) -> BaseException | None:
+        """Finish what is queued and end the thread; idempotent. Never raises.
+
+        Returns:
+            The first error of any task, if no caller has got it.
+        """
         self._stopped = True
         if self._thread.is_alive():
             self._tasks.put(None)
             self._thread.join()
+        error, self._raised = None if self._raised else self._error, True
+        return error
 
     def _raise_error(self) -> None:
         if self._error is not None:
+            self._raised = True
             raise self._error
 
     def _run(self) -> None:

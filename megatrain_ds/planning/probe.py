@@ -68,11 +68,13 @@ def _enclosing_groups(own_cgroup: Path, controller: str, v1_root: Path) -> Itera
     A container sees its own group mounted at the root, so every folder up to there is tried.
     """
     try:
-        lines = own_cgroup.read_text().splitlines()
+        lines = own_cgroup.read_text(errors="replace").splitlines()
     except OSError:
         return
     for line in lines:
-        _, controllers, path = line.split(":", 2)
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if not path.startswith("/"):
+            continue
         if controllers == "" or controller in controllers.split(","):
             root = v1_root if controllers else _V2_ROOT
             group = root / path.lstrip("/")
@@ -87,11 +89,9 @@ def _memory_rest(folder: Path, limit_name: str, use_name: str, cache_name: str) 
         limit = (folder / limit_name).read_text().strip()
         use = int((folder / use_name).read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return [] if limit == "max" else [max(0, int(limit) - use + int(stat.get(cache_name, 0)))]
     except (OSError, ValueError):
         return []
-    if limit == "max":
-        return []
-    return [max(0, int(limit) - use + int(stat.get(cache_name, 0)))]
 
 
 def _cpu_quota(folder: Path, unified: bool) -> list[float]:
@@ -101,5 +101,5 @@ def _cpu_quota(folder: Path, unified: bool) -> list[float]:
         quota, period = [word for name in names for word in (folder / name).read_text().split()]
         limited = quota not in ("max", "-1")
         return [int(quota) / int(period)] if limited else []
-    except (OSError, ValueError):
+    except (OSError, ValueError, ZeroDivisionError):
         return []

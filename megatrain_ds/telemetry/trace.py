@@ -12,6 +12,7 @@ import json
 import logging
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,8 @@ class ChromeTracer(NullTracer):
     """
 
     def __init__(self, path: str, *, skip_steps: int, num_steps: int, use_cuda: bool) -> None:
-        self._path = Path(path)
+        # Whatever folder the process goes to later.
+        self._path = Path(path).resolve()
         self._first, self._last = skip_steps, skip_steps + num_steps
         self._use_cuda = use_cuda
         self._step = 0
@@ -105,12 +107,27 @@ class ChromeTracer(NullTracer):
             self.close()
 
     def close(self) -> None:
-        """Write the file, once; waits for the device so that every event has a time."""
-        if self._written or self._anchor is None:
+        """Write the file, once; waits for the device so that every event has a time.
+
+        What goes wrong here is a warning: neither a training step nor the end of an engine fails for its trace.
+        """
+        if self._written:
             return
         self._written = True
+        if self._anchor is None:
+            self._warn(f"no trace, since training ended after {self._step} steps and it begins after {self._first}")
+            return
         if self._use_cuda:
             torch.cuda.synchronize()
+        try:
+            self._write()
+        except OSError as error:
+            self._warn(f"the trace could not be written ({error.strerror})")
+
+    def _warn(self, what: str) -> None:
+        warnings.warn(f"megatrain.trace_file = {str(self._path)!r}: {what}.", RuntimeWarning, stacklevel=3)
+
+    def _write(self) -> None:
         steps = self.summaries()
         for step in steps:
             logger.info("megatrain: %s", step.line())

@@ -160,6 +160,21 @@ def test_usable_cpus_are_the_least_of_affinity_and_quotas(tmp_path, monkeypatch)
     assert machine.usable_cpus(tmp_path / "nowhere") == 64
 
 
+@pytest.mark.parametrize("quota", ["", "max", "50000 0", "many 100000", "1 2 3"])
+def test_a_quota_that_cannot_be_read_is_none(tmp_path, monkeypatch, quota):
+    own, v2 = tmp_path / "cgroup", tmp_path / "v2"
+    own.write_bytes(b"\n0::/box\nnonsense\n7:\xff:\xfe\n")
+    (v2 / "box").mkdir(parents=True)
+    (v2 / "box" / "cpu.max").write_text(quota)
+    (v2 / "box" / "memory.max").write_text("")
+    (v2 / "box" / "memory.current").write_text("5")
+    (v2 / "box" / "memory.stat").write_text("")
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.setattr(machine, "_V2_ROOT", v2)
+    assert machine.usable_cpus(own) == 64
+    assert machine.available_host_bytes(own_cgroup=own) > 0
+
+
 def test_the_memlock_limit_is_read_in_bytes():
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     assert machine.memlock_limit_bytes() == (None if soft == resource.RLIM_INFINITY else soft)

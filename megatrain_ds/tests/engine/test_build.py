@@ -132,4 +132,19 @@ def test_a_trace_file_that_cannot_be_written_is_refused_at_once(start, tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(EngineConfigError, match=r"megatrain\.trace_file = .*file/trace\.json.*Name a file"):
         start(make_model(), block={"trace_file": str(tmp_path / "file" / "trace.json")})
+    with pytest.raises(EngineConfigError, match=r"megatrain\.trace_file = .*Is a directory.*Name a file"):
+        start(make_model(), block={"trace_file": str(tmp_path)})
     assert engine_threads() == []
+
+
+def test_an_engine_whose_trace_is_lost_gives_everything_back(start, tmp_path):
+    folder = tmp_path / "folder"
+    model = make_model()
+    engine = start(model, block={"trace_file": str(folder / "trace.json"), "trace_after": 0, "trace_steps": 9})
+    train(engine, range(1))
+    folder.rmdir()
+    folder.write_text("in the way")
+    with pytest.warns(RuntimeWarning, match="the trace could not be written"):
+        engine.destroy()
+    assert engine_threads() == []
+    assert {type(param) for param in model.parameters()} == {nn.Parameter}

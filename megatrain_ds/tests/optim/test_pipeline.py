@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import warnings
@@ -267,3 +268,62 @@ def test_what_cannot_be_split_is_updated_in_one_pass(make_rig, splits, decoupled
     rig.pipeline.write_moments()
     rig.pipeline.wait_all()
     assert rig.kernel.parts == [UpdatePart.ALL]
+
+
+def test_moments_are_queued_though_queueing_is_interrupted(make_rig):
+    rig = make_rig(num_units=2)
+    rig.kernel.splits = True
+    rig.give(0)
+
+    def interrupted():
+        with rig.pipeline.updating():
+            rig.pipeline.update(0, {0: HYPER}, [], defer_moments=True)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    rig.pipeline.wait(0)
+    assert rig.kernel.parts == [UpdatePart.WEIGHTS, UpdatePart.MOMENTS]
+
+
+def test_an_error_that_nobody_waited_for_is_a_warning_at_the_end(make_rig):
+    rig = make_rig()
+    rig.kernel.error = OSError("bad memory")
+    rig.give(0)
+    rig.pipeline.update(0, {0: HYPER}, [])
+    with pytest.warns(RuntimeWarning, match=r"the last updates failed.*OSError: bad memory.*last checkpoint"):
+        rig.pipeline.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rig.pipeline.close()
+
+
+def test_waits_for_updates_and_accumulations_are_named(make_rig):
+    rig = make_rig(direct=False)
+    named = []
+
+    class Tracer(NullTracer):
+        def host_span(self, track, name):
+            named.append((track, name))
+            return contextlib.nullcontext()
+
+    rig.pipeline._tracer = Tracer()
+    rig.pipeline.wait(0)
+    rig.pipeline.wait_gradient(0)
+    assert named == []
+    held = threading.Event()
+
+    class Arrival:
+        def synchronize(self):
+            held.wait()
+
+    rig.pipeline.accumulate(0, [], Arrival())
+    threading.Timer(0.05, held.set).start()
+    rig.pipeline.wait_gradient(0)
+    assert ("wait", "accumulation of layers.0") in named
+    rig.kernel.gate.clear()
+    rig.give(0)
+    rig.pipeline.update(0, {0: HYPER}, [])
+    threading.Timer(0.05, rig.kernel.gate.set).start()
+    rig.pipeline.wait(0)
+    assert ("wait", "the last update of layers.0") in named

@@ -138,3 +138,29 @@ def test_a_window_that_begins_at_once_has_its_first_step(file):
     tracer.step_done()
     (step,) = json.loads(file.read_text())["otherData"]["steps"]
     assert step["seconds"] >= 0.01
+
+
+def test_a_trace_that_cannot_be_written_is_a_warning_and_no_error(file):
+    file.mkdir(parents=True)
+    tracer = make(file)
+    with pytest.warns(RuntimeWarning, match=r"trace_file = '.*trace.json': the trace could not be written \(Is a dir"):
+        tracer.step_done()
+    tracer.close()
+
+
+def test_a_window_that_never_began_is_named_once(file):
+    tracer = make(file, skip=3)
+    tracer.step_done()
+    with pytest.warns(RuntimeWarning, match="training ended after 1 steps and it begins after 3"):
+        tracer.close()
+    tracer.close()
+    assert not file.exists()
+
+
+def test_the_file_is_where_it_was_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tracer = make("trace.json")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    tracer.step_done()
+    assert (tmp_path / "trace.json").exists()
