@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import time
 from pathlib import Path
@@ -20,6 +19,8 @@ import torch
 from comparisons.machine import describe_machine
 from comparisons.models import build_model
 from comparisons.systems import SYSTEMS, Settings, System, load
+from megatrain_ds.cli.single_process import free_port, rank_variables
+from megatrain_ds.planning.probe import peak_resident_bytes
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -40,22 +41,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def use_one_rank() -> None:
-    """What a launcher would have set for one process."""
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
-        os.environ.setdefault(name, value)
-    # A free one, so that two comparisons on one machine do not meet.
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        os.environ.setdefault("MASTER_PORT", str(probe.getsockname()[1]))
-
-
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Build, warm up, time; returns the record."""
-    use_one_rank()
+    # What a launcher, or the runner, would have set for one process.
+    for name, value in rank_variables(free_port()).items():
+        os.environ.setdefault(name, value)
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     module = load(arguments.system)
-    baseline_bytes = host_peak_bytes()
+    baseline_bytes = peak_resident_bytes()
     started = time.perf_counter()
     model = build_model(arguments.model, device)
     num_parameters, vocabulary = sum(param.numel() for param in model.parameters()), model.config.vocab_size
@@ -95,20 +88,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "losses": losses,
         "breakdown": system.breakdown(),
         "device_peak_bytes": device_peak,
-        "host_peak_bytes": host_peak_bytes(),
+        "host_peak_bytes": peak_resident_bytes(),
         # Python and the packages, before there is a model: part of the peak.
         "host_baseline_bytes": baseline_bytes,
         "memory_report": system.report(),
         "build_s": build_s,
         **describe_machine(),
     }
-
-
-def host_peak_bytes() -> int:
-    """The most host memory that this process has had resident, pinned memory included."""
-    # Not ru_maxrss: that survives exec, and so starts at what the process that started this one had resident.
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def run_steps(

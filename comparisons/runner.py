@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from comparisons.machine import describe_machine
+from megatrain_ds.cli.single_process import free_port, rank_variables, remove_shared_buffers
 
 OUT_OF_MEMORY_WORDS = ("out of memory", "OutOfMemoryError", "HostMemoryError", "Cannot allocate memory", "MemoryError")
 # Exit status of a process that the kernel killed, as the shell and as subprocess see it.
@@ -85,24 +86,20 @@ def run(request: Request, folder: Path, *, timeout_s: float) -> Outcome:
     out.unlink(missing_ok=True)
     command = [sys.executable, "-m", "comparisons.child", "--system", request.system, "--model", str(request.model)]
     command += ["--batch", str(request.batch), "--out", str(out), *request.arguments]
+    port = free_port()
+    environment = os.environ | rank_variables(port) | {"PYTHONUNBUFFERED": "1"}
     with log.open("w") as stream:
         process = subprocess.Popen(
-            command,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
-            start_new_session=True,
+            command, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
         try:
             code: int | None = process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             code = None
-        except KeyboardInterrupt:
+        finally:
+            # With it whatever it started.
             _end(process)
-            raise
-        # With it whatever it started.
-        _end(process)
-    _remove_shared_buffers(process.pid)
+            remove_shared_buffers(port)
     record = json.loads(out.read_text()) if out.is_file() else _failure(request, code, log, timeout_s)
     record["label"] = request.name
     out.write_text(json.dumps(record, indent=2) + "\n")
@@ -149,22 +146,3 @@ def last_line(text: str) -> str:
     errors = [line.strip() for line in text.splitlines() if "Error" in line and ":" in line]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return (errors or lines or ["no output"])[-1][:300]
-
-
-def _remove_shared_buffers(pid: int) -> None:
-    # DeepSpeed on the CPU leaves one such file a run, named for the user and port: only ones nobody maps may go.
-    for path in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"):
-        if not _is_mapped(path, pid):
-            path.unlink(missing_ok=True)
-
-
-def _is_mapped(path: Path, finished: int) -> bool:
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        if maps.parent.name == str(finished):
-            continue
-        try:
-            if str(path) in maps.read_text():
-                return True
-        except OSError:
-            continue
-    return False

@@ -83,7 +83,7 @@ class MegaTrainConfig(BaseModel):
     defer_moments: bool = Field(
         default=True,
         description="With gradient clipping or the finite check: where the forward waits for updates, write weights "
-        "first and moments of some units in backward. Same bits. Off: one pass a unit.",
+        "first and moments of some units after all weights. Same bits. Off: one pass a unit.",
     )
     host_memory_limit_gib: float | None = Field(
         default=None,

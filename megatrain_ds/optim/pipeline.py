@@ -173,14 +173,17 @@ class HostPipeline:
             for index in found.parameters:
                 host.steps[index] += 1
 
-        later = [found for found in ranges if defer_moments and self.kernel.splits and hyper[found.group].divisible]
+        may_split = defer_moments and self.kernel.splits
+        parts = [
+            UpdatePart.WEIGHTS if may_split and hyper[found.group].divisible else UpdatePart.ALL for found in ranges
+        ]
+        later = [found for found, part in zip(ranges, parts, strict=True) if part is UpdatePart.WEIGHTS]
 
         def task() -> None:
             for event in arrived:
                 event.synchronize()
             with self._tracer.host_span("update", self._names[unit]):
-                for found in ranges:
-                    part = UpdatePart.WEIGHTS if found in later else UpdatePart.ALL
+                for found, part in zip(ranges, parts, strict=True):
                     self._update_range(host, found, hyper[found.group], part)
 
         self.bump(unit)

@@ -15,6 +15,7 @@ _V1_ROOT = Path("/sys/fs/cgroup/memory")
 _V1_CPU_ROOT = Path("/sys/fs/cgroup/cpu")
 _MEMINFO = Path("/proc/meminfo")
 _OWN_CGROUP = Path("/proc/self/cgroup")
+_STATUS = Path("/proc/self/status")
 
 
 def available_host_bytes(meminfo: Path = _MEMINFO, own_cgroup: Path = _OWN_CGROUP) -> int:
@@ -54,6 +55,19 @@ def usable_cpus(own_cgroup: Path = _OWN_CGROUP) -> int:
         for quota in _cpu_quota(folder, unified)
     ]
     return max(1, int(min([len(os.sched_getaffinity(0)), *quotas])))
+
+
+def resident_bytes() -> int:
+    """Return the memory of this process that is resident now, pinned memory included."""
+    return _status_bytes("VmRSS")
+
+
+def peak_resident_bytes() -> int:
+    """Return the most that has been resident since this program was started.
+
+    `ru_maxrss` survives exec, and so begins at what the process that started this one had resident.
+    """
+    return _status_bytes("VmHWM")
 
 
 def memlock_limit_bytes() -> int | None:
@@ -103,3 +117,8 @@ def _cpu_quota(folder: Path, unified: bool) -> list[float]:
         return [int(quota) / int(period)] if limited else []
     except (OSError, ValueError, ZeroDivisionError):
         return []
+
+
+def _status_bytes(name: str) -> int:
+    lines = _STATUS.read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

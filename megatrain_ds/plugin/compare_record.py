@@ -9,10 +9,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from megatrain_ds.planning.probe import peak_resident_bytes, resident_bytes
 
 Count = int | torch.Tensor
 
@@ -62,7 +63,7 @@ class EngineRecord:
         self._tokens.append(self._window_tokens)
         self._window, self._window_tokens = [], []
         self.num_steps += 1
-        self._facts.update(resident_bytes=_status_bytes("VmRSS"), skipped_steps=int(engine.skipped_steps))
+        self._facts.update(resident_bytes=resident_bytes(), skipped_steps=int(engine.skipped_steps))
         if self.num_steps == self._num_warmup:
             drain(engine, self._flag)
             self._start_s = time.perf_counter()
@@ -103,7 +104,7 @@ class EngineRecord:
             "median_step_s": statistics.median(times) if times else None,
             "drained": self._stop_s is not None,
             "tokens_per_s": self._tokens_per_s(seconds),
-            "peak_host_bytes": _status_bytes("VmHWM"),
+            "peak_host_bytes": peak_resident_bytes(),
             "peak_device_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None,
         }
 
@@ -174,11 +175,3 @@ def _precision(engine: Any) -> str:
     elif autocast is not None and autocast():
         dtype = engine.torch_autocast_dtype()
     return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, "fp32")
-
-
-def _status_bytes(name: str) -> int:
-    """A size of this process in bytes; VmHWM is the peak of its resident set since it was started."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return 0

@@ -12,7 +12,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
+
+Span = tuple[str, str, float, float]
+"""Track, name, start, end (seconds on one clock)."""
 
 # In this order: the first track that is busy names the cause.
 CAUSES = {
@@ -62,27 +65,24 @@ class StepSummary:
         return f"step {self.step}: {self.seconds * 1e3:.0f} ms, limited by {text}{named if waits else ''}"
 
 
-def summarize(
-    spans: Iterable[tuple[str, str, float, float]], marks: Sequence[float], *, first_step: int = 0
-) -> list[StepSummary]:
+def summarize(spans: Sequence[Span], marks: Sequence[float], *, first_step: int = 0) -> list[StepSummary]:
     """Reduce spans to steps.
 
     Args:
-        spans: track, name, start, end (seconds on one clock).
+        spans: in any order; they may overlap.
         marks: ends of steps, the beginning of the first one before them; rising.
         first_step: number of the first step.
 
     Returns:
         A summary for every pair of marks.
     """
-    spans = list(spans)
     return [
         _summarize_step(spans, begin, end, first_step + index)
         for index, (begin, end) in enumerate(zip(marks, marks[1:], strict=False))
     ]
 
 
-def _summarize_step(spans: Sequence[tuple[str, str, float, float]], begin: float, end: float, step: int) -> StepSummary:
+def _summarize_step(spans: Sequence[Span], begin: float, end: float, step: int) -> StepSummary:
     changes: list[tuple[float, str, int]] = []
     waits: Counter[str] = Counter()
     for track, name, start, stop in spans:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatrain_ds.telemetry.summary import StepSummary, summarize
+from megatrain_ds.telemetry.summary import Span, StepSummary, summarize
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -128,42 +128,24 @@ class ChromeTracer(NullTracer):
         warnings.warn(f"megatrain.trace_file = {str(self._path)!r}: {what}.", RuntimeWarning, stacklevel=3)
 
     def _write(self) -> None:
-        steps = self.summaries()
+        spans = sorted(self._spans(), key=lambda span: span[2])
+        steps = self._summaries(spans)
         for step in steps:
             logger.info("megatrain: %s", step.line())
         trace = {
-            "traceEvents": self.events(),
+            "traceEvents": _events(spans),
             "displayTimeUnit": "ms",
             "otherData": {"steps": [step.as_dict() for step in steps]},
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(trace))
 
-    def summaries(self) -> list[StepSummary]:
-        """What limited each recorded step."""
+    def _summaries(self, spans: list[Span]) -> list[StepSummary]:
         assert self._anchor is not None
         marks = [mark - self._anchor[0] for mark in self._marks]
-        return summarize(self._spans(), [0.0, *[mark for mark in marks if mark > 0.0]], first_step=self._first)
+        return summarize(spans, [0.0, *[mark for mark in marks if mark > 0.0]], first_step=self._first)
 
-    def events(self) -> list[dict[str, Any]]:
-        """Everything recorded, as Chrome "X" events in microseconds from the start of the window."""
-        named = [
-            {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": track}}
-            for tid, track in enumerate(TRACKS)
-        ]
-        return named + [
-            {
-                "ph": "X",
-                "pid": 0,
-                "tid": TRACKS.index(track),
-                "name": name,
-                "ts": start * 1e6,
-                "dur": (end - start) * 1e6,
-            }
-            for track, name, start, end in sorted(self._spans(), key=lambda span: span[2])
-        ]
-
-    def _spans(self) -> list[tuple[str, str, float, float]]:
+    def _spans(self) -> list[Span]:
         # Track, name, start and end in seconds from the anchor.
         assert self._anchor is not None
         origin, event = self._anchor
@@ -187,3 +169,22 @@ class ChromeTracer(NullTracer):
             event.record()
             event.synchronize()
         self._anchor = (time.perf_counter(), event)
+
+
+def _events(spans: list[Span]) -> list[dict[str, Any]]:
+    # As Chrome "X" events, in microseconds from the start of the window.
+    named = [
+        {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": track}}
+        for tid, track in enumerate(TRACKS)
+    ]
+    return named + [
+        {
+            "ph": "X",
+            "pid": 0,
+            "tid": TRACKS.index(track),
+            "name": name,
+            "ts": start * 1e6,
+            "dur": (end - start) * 1e6,
+        }
+        for track, name, start, end in spans
+    ]

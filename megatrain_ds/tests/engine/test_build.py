@@ -9,6 +9,7 @@ from torch import nn
 from megatrain_ds.errors import EngineConfigError, HostMemoryError, MegaTrainWarning
 from megatrain_ds.memory.arena import PAGE_BYTES
 from megatrain_ds.model.parameters import StreamedParameter, raw_data
+from megatrain_ds.optim import native
 from megatrain_ds.tests.engine.models import (
     MATRIX,
     NUM_BLOCKS,
@@ -111,6 +112,8 @@ def test_no_compiler_means_the_torch_kernel_one_warning_and_the_same_bits(start,
     train(reference, range(2))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
+    # A library that an earlier test loaded stays loaded.
+    native._default_library.cache_clear()
     with pytest.warns(MegaTrainWarning, match="no-such-compiler"):
         engine = start(make_model(), block={"update_kernel": "native"})
     assert engine.runtime.pipeline.kernel.name == "torch"
