@@ -66,3 +66,19 @@ def start() -> Iterator[Callable[..., Any]]:
     yield factory
     for engine in started:
         engine.destroy()
+
+
+@pytest.fixture
+def forget_frameworks() -> Iterator[None]:
+    """Transformers and Accelerate keep a configuration for the process: later models would be built for ZeRO-3."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    before = dict(os.environ)
+    yield
+    unset_hf_deepspeed_config()
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if name.startswith("ACCELERATE_")})

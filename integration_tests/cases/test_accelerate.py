@@ -12,15 +12,7 @@ from integration_tests.cases.models import gpt2, token_batches
 STEPS, WARMUP, RATE = 6, 3, 1e-2
 
 
-@pytest.fixture(autouse=True)
-def fresh_state(monkeypatch):
-    """Accelerate keeps what it was told in the process."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+pytestmark = pytest.mark.usefixtures("forget_frameworks")
 
 
 def train(device: torch.device, *, flag: bool) -> tuple[Tensors, list[float]]:
@@ -60,7 +52,8 @@ def train(device: torch.device, *, flag: bool) -> tuple[Tensors, list[float]]:
     return found, rates
 
 
-def test_dummies_are_replaced_by_what_the_json_names(device) -> None:
+def test_dummies_are_replaced_by_what_the_json_names(device, monkeypatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     ours, rates = train(device, flag=True)
     stock, expected = train(device, flag=False)
     assert rates == expected

@@ -13,6 +13,8 @@ from integration_tests.cases.engines import Tensors, ds_config, largest, masters
 from integration_tests.cases.engines import differing as differences
 from integration_tests.cases.models import llama
 
+pytestmark = pytest.mark.usefixtures("forget_frameworks")
+
 VALID = (3, 60, 17, 44, 5, 31, 22)
 ROWS = len(VALID)
 
