@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,9 @@ time.sleep(600)
     assert outcome.record["status"] == "timeout"
     assert "8 s" in outcome.record["reason"]
     state = Path(f"/proc/{started.read_text()}/stat")
+    deadline = time.monotonic() + 10.0
+    while state.exists() and state.read_text().split()[2] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert not state.exists() or state.read_text().split()[2] == "Z"
 
 

@@ -26,6 +26,7 @@ from megatrain_ds.plugin.compare_spec import CompareSpec
 from megatrain_ds.plugin.selection import COMPARE_VARIABLE
 
 GRACE_S = 10.0  # between asking a process to end and ending it; data loader workers notice a lost parent within 5
+KILL_S = 10.0  # for which killed processes are waited for; one in the middle of a device call ends late
 NUM_TAIL_LINES = 12
 ERROR_LINE = re.compile(r"\b\w*(Error|Exception): \S")
 LAUNCHERS_OWN = re.compile(r"\[(launch|runner)\.py:|\bCalledProcessError\b")
@@ -206,9 +207,13 @@ def end_all(command: subprocess.Popen, spec: CompareSpec) -> None:
     deadline = time.monotonic() + GRACE_S
     while find_processes(spec) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    for process in find_processes(spec):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
+    # Again until none is left: a killed one takes a moment, and one seen just now may have started another.
+    deadline = time.monotonic() + KILL_S
+    while (left := find_processes(spec)) and time.monotonic() < deadline:
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(POLL_S)
     command.wait()
 
 
