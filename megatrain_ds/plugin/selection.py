@@ -5,6 +5,7 @@ Knows the key and its valid values, not what is built for them.
 
 from __future__ import annotations
 
+import difflib
 import os
 import warnings
 from collections.abc import Mapping
@@ -15,6 +16,9 @@ from megatrain_ds.errors import MegaTrainWarning, explain
 
 VALID_ENGINES = (ENGINE_NAME,)
 """Names that the key takes; DeepSpeed's own engine is chosen by leaving the key out."""
+
+_CLOSE = 0.8
+# Similarity (difflib) from which a key is taken for a misspelling: DeepSpeed's own top-level keys stay below 0.6.
 
 COMPARE_VARIABLE = "MEGATRAIN_DS_COMPARE"
 """Environment variable by which `megatrain-ds compare` reaches the programs it starts; its value is a file's path."""
@@ -37,8 +41,7 @@ def selects_megatrain(param_dict: Mapping[str, Any]) -> bool:
     if ENGINE_KEY not in param_dict:
         if compared:
             return True
-        if BLOCK_KEY in param_dict:
-            _warn_lonely_block(param_dict[BLOCK_KEY])
+        _warn_of_near_misses(param_dict)
         return False
     value = param_dict[ENGINE_KEY]
     if isinstance(value, str) and value in VALID_ENGINES:
@@ -52,10 +55,19 @@ def _compared_choice() -> bool:
     return current_spec().flag
 
 
-def _warn_lonely_block(block: object) -> None:
-    action = f'Add "{ENGINE_KEY}": "{ENGINE_NAME}" or remove the block'
-    text = explain(BLOCK_KEY, block, f'has no effect without "{ENGINE_KEY}"', action)
-    warnings.warn(text, MegaTrainWarning, stacklevel=4)
+def _warn_of_near_misses(param_dict: Mapping[str, Any]) -> None:
+    """Say it where somebody meant this engine and DeepSpeed, which ignores unknown keys, will not get it."""
+    if BLOCK_KEY in param_dict:
+        action = f'Add "{ENGINE_KEY}": "{ENGINE_NAME}" or remove the block'
+        _warn(BLOCK_KEY, param_dict[BLOCK_KEY], f'has no effect without "{ENGINE_KEY}"', action)
+    for key, value in param_dict.items():
+        if value in VALID_ENGINES or difflib.get_close_matches(str(key), [ENGINE_KEY], cutoff=_CLOSE):
+            action = f'Write "{ENGINE_KEY}": "{ENGINE_NAME}" for this engine, or rename or remove the key'
+            _warn(key, value, "is no key of DeepSpeed's and has no effect", action)
+
+
+def _warn(name: str, value: object, rule: str, action: str) -> None:
+    warnings.warn(explain(name, value, rule, action), MegaTrainWarning, stacklevel=5)
 
 
 def _unknown_engine(value: object) -> Exception:

@@ -163,6 +163,12 @@ def test_a_block_without_the_key_warns():
         assert choose({**STOCK, "megatrain": {"weight_slots": 3}}) is DeepSpeedEngine
 
 
+@pytest.mark.parametrize("name", ["ofload_engine", "offload-engine", "Offload_Engine", "engine"])
+def test_a_misspelt_key_warns(name: str):
+    with pytest.warns(MegaTrainWarning, match=rf'{name} = \'megatrain\': .*no effect. Write "offload_engine"'):
+        assert choose({**STOCK, name: "megatrain"}) is DeepSpeedEngine
+
+
 def test_neither_key_is_silent():
     with warnings.catch_warnings():
         warnings.simplefilter("error", MegaTrainWarning)
