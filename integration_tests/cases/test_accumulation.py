@@ -194,6 +194,51 @@ def test_the_users_own_backward(start, device) -> None:
     assert engine.global_steps == 1
 
 
+class LossAndLogits(Stack):
+    """Returns its loss, and logits of more elements than are copied for the caller."""
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.norm(self.middle(self.embed(ids)))
+        logits = self.head(hidden).repeat(1, 8, 1)
+        return logits.float().pow(2).mean(), logits
+
+
+def scaled_loss(outputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The model's own loss, scaled in place as Trainer does it."""
+    loss, _ = outputs
+    loss *= 3.0
+    return loss
+
+
+def loss_of_logits(outputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """A loss from logits that were divided in place by a temperature."""
+    _, logits = outputs
+    assert logits.numel() > 2**12
+    return logits.div_(0.7).logsumexp(-1).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "own_backward"), [(scaled_loss, False), (scaled_loss, True), (loss_of_logits, False)]
+)
+def test_an_output_that_is_written_in_place(start, device, loss_of, own_backward) -> None:
+    """Gradients are divided by the accumulation count all the same, and DeepSpeed's timers stay in step."""
+    model = LossAndLogits()
+    twin = copy.deepcopy(model).to(device)
+    engine = start(model, gradient_accumulation_steps=2, wall_clock_breakdown=True)
+    for ids in token_batches(device, 2):
+        (loss_of(twin(ids)) / 2).backward()
+        loss = loss_of(engine(ids))
+        if own_backward:
+            loss.backward()
+        else:
+            engine.backward(loss)
+        if engine.micro_steps == 1:
+            assert_same_bits(gradients(engine), plain_gradients(twin))
+        engine.step()
+    assert engine.global_steps == 1
+    assert engine.get_wall_clock_timers()["bwd"] > 0.0
+
+
 def test_scale_wrt_gas(start, device) -> None:
     model = Stack()
     (ids,) = token_batches(device, 1)

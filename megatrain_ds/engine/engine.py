@@ -15,7 +15,6 @@ from deepspeed.runtime.config import DtypeEnum
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from megatrain_ds.compatibility import check_world_size
 from megatrain_ds.config import MegaTrainConfig
@@ -26,6 +25,8 @@ from megatrain_ds.engine.full_parameters import gather_partitioned
 from megatrain_ds.engine.late_changes import LateChanges
 from megatrain_ds.engine.model_checkpointing import ModelCheckpointing
 from megatrain_ds.engine.optimizer import MegaTrainOptimizer, StepSettings
+from megatrain_ds.engine.outputs import hand_out
+from megatrain_ds.engine.weak import boundary_of, weakly
 from megatrain_ds.errors import UnsupportedOptimizerError, add_note, explain
 from megatrain_ds.model.compiled import UnitCompiler, check_not_compiled, refuse_beyond_forward
 from megatrain_ds.optim.hyperparameters import adam_mode, make_holder
@@ -42,6 +43,8 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
     """
 
     _runtime: Runtime | None = None
+    # In `backward`: whether the pass has begun.
+    _pass_begun = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         try:
@@ -127,7 +130,7 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
                 clip_grad=self.gradient_clipping(),
                 dtype=model_dtype,
                 sub_group_size=int(self.zero_sub_group_size()),
-                is_boundary=_boundary_of(self),
+                is_boundary=boundary_of(self),
             ),
             loss_scaler=CreateLossScaler(
                 dtype=model_dtype,
@@ -152,7 +155,7 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
                     "Unfreeze parameters (requires_grad_) before deepspeed.initialize, or leave the optimizer out",
                 )
             )
-        self._start(groups=groups, on_unit_done=_weakly(wrapped.on_unit_done))
+        self._start(groups=groups, on_unit_done=weakly(wrapped.on_unit_done))
         wrapped.attach(self.runtime)
         param_access.attach(self.runtime.units, wrapped.parameters)
         return wrapped
@@ -188,9 +191,7 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
     def _create_module_forward_post_hook(self) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> Any:
             self._forward_epilogue()
-            # DeepSpeed scales gradients by hooks on what the caller gets. Were that the very tensors of the graph, a
-            # loss computed from the logits inside the model would be scaled at both.
-            return tree_map(_apart, output) if torch.is_grad_enabled() else None
+            return hand_out(output) if torch.is_grad_enabled() else None
 
         return self._model.register_forward_hook(hook)
 
@@ -224,6 +225,9 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
 
         An exception in it frees every slot and buffer and drops the gradients gathered since the last step.
         """
+        self._pass_begun = False
+        # DeepSpeed begins a pass by hooks on the output, which are gone if the caller wrote it in place.
+        hook = loss.register_hook(lambda _grad: self._backward_prologue()) if _has_graph(loss) else None
         try:
             return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         except BaseException as error:
@@ -231,6 +235,15 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
                 add_note(error, f"megatrain: raised in backward, {self._runtime.executor.backward_position}")
                 self.optimizer.reset_iteration("backward() raised")
             raise
+        finally:
+            if hook is not None:
+                hook.remove()
+
+    def _backward_prologue(self) -> None:
+        if self._running_engine_backward and self._pass_begun:
+            return
+        self._pass_begun = True
+        super()._backward_prologue()
 
     def zero_grad(self) -> None:
         """Drop `param.grad` of parameters that no optimizer steps; the others' gradients a step consumes."""
@@ -320,29 +333,5 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
             runtime.close()
 
 
-def _weakly(method: Callable[[int], None]) -> Callable[[int], None]:
-    # DeepSpeed puts bound methods of the engine on its optimizer: a runtime that held the optimizer would hold the
-    # engine, and the finalizer that closes the runtime would never run.
-    reference = weakref.WeakMethod(method)
-
-    def call(unit: int) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(unit)
-
-    return call
-
-
-def _apart(value: Any) -> Any:
-    return value.view_as(value) if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
-
-
-def _boundary_of(engine: MegaTrainEngine) -> Callable[[], bool]:
-    # Weak: the runtime outlives nobody, and an engine that is dropped without destroy() is still collected.
-    reference = weakref.ref(engine)
-
-    def is_boundary() -> bool:
-        alive = reference()
-        return alive is not None and bool(alive.is_gradient_accumulation_boundary())
-
-    return is_boundary
+def _has_graph(loss: Any) -> bool:
+    return isinstance(loss, torch.Tensor) and loss.requires_grad
