@@ -64,6 +64,9 @@ def _warn_of_near_misses(param_dict: Mapping[str, Any]) -> None:
         if value in VALID_ENGINES or difflib.get_close_matches(str(key), [ENGINE_KEY], cutoff=_CLOSE):
             action = f'Write "{ENGINE_KEY}": "{ENGINE_NAME}" for this engine, or rename or remove the key'
             _warn(key, value, "is no key of DeepSpeed's and has no effect", action)
+        if isinstance(value, Mapping) and ENGINE_KEY in value:
+            action = f'Move "{ENGINE_KEY}" out of "{key}", to the top level of the configuration'
+            _warn(f"{key}.{ENGINE_KEY}", value[ENGINE_KEY], f'chooses no engine inside "{key}"', action)
 
 
 def _warn(name: str, value: object, rule: str, action: str) -> None:

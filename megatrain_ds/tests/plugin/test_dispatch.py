@@ -169,6 +169,12 @@ def test_a_misspelt_key_warns(name: str):
         assert choose({**STOCK, name: "megatrain"}) is DeepSpeedEngine
 
 
+def test_a_key_inside_another_section_warns():
+    nested = {**STOCK, "optimizer": {"type": "AdamW", "offload_engine": "megatrain"}}
+    with pytest.warns(MegaTrainWarning, match=r"optimizer.offload_engine = 'megatrain': .*out of \"optimizer\""):
+        assert choose(nested) is DeepSpeedEngine
+
+
 def test_neither_key_is_silent():
     with warnings.catch_warnings():
         warnings.simplefilter("error", MegaTrainWarning)
