@@ -40,7 +40,7 @@ def lora(base: nn.Module) -> nn.Module:
 def test_lora(start, device, accumulation) -> None:
     """bf16 base, fp32 adapters, a trained copy of the head, one layer without any adapter, frozen embedding."""
     model = lora(llama().to(torch.bfloat16))
-    model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     twin = copy.deepcopy(model).to(device)
     frozen = {name: param.clone() for name, param in model.named_parameters() if not param.requires_grad}
     engine = start(

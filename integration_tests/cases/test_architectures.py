@@ -19,6 +19,7 @@ from integration_tests.cases.engines import (
     train,
 )
 from integration_tests.cases.models import VOCABULARY, causal_loss, gpt2, llama, token_batches
+from megatrain_ds.tests.releases import PACKED_EXPERTS
 
 EAGER = {"attn_implementation": "eager"}
 BOTH = pytest.mark.parametrize("activations", ["recompute", "keep"])
@@ -157,6 +158,7 @@ def test_ties_stay_tied(start, device, make) -> None:
     assert torch.equal(embeddings[0].weight, embeddings[1].weight)
 
 
+@PACKED_EXPERTS
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_starved_experts(start, device, activations, dtype) -> None:

@@ -23,6 +23,7 @@ from integration_tests.cases.engines import (
 )
 from integration_tests.cases.models import Block, Stack, causal_loss, gpt2, llama, token_batches
 from megatrain_ds.optim.adam import UpdatePart
+from megatrain_ds.tests.releases import BETA_POWERS_OF_A_STEP
 
 
 def trained(model: nn.Module, batches: list[torch.Tensor], *, accumulation: int = 1, **config: Any) -> Tensors:
@@ -41,6 +42,7 @@ CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="stock and ours 
 
 
 @CPU_ONLY
+@BETA_POWERS_OF_A_STEP
 @pytest.mark.parametrize(
     ("make", "dtype", "accumulation", "clip"),
     [

@@ -118,6 +118,10 @@ class MegaTrainEngine(CheckpointingMixin, DeepSpeedEngine):
         self._check_for_duplicates(optimizer)
         self.basic_optimizer = optimizer
         self.optimizer = self._configure_zero_optimizer(optimizer)
+        # DeepSpeed before 0.19.7 asks both in every step; what would make them do anything is refused by name.
+        for name, configure in (("compression_scheduler", "compression_scheduler"), ("quantizer", "quantization")):
+            if hasattr(DeepSpeedEngine, f"_configure_{configure}"):
+                setattr(self, name, getattr(self, f"_configure_{configure}")())
 
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> MegaTrainOptimizer | None:
         if optimizer is None:

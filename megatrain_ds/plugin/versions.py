@@ -16,7 +16,7 @@ TESTED = {
     "torch": ("2.5", "2.13"),
     "deepspeed": ("0.18.5", "0.19.8"),
     "transformers": ("4.57", "5.17"),
-    "accelerate": ("1.1", "1.15"),
+    "accelerate": ("1.3", "1.15"),
 }
 """Package -> (oldest supported, newest tested). A bound of two parts admits every patch release of it."""
 

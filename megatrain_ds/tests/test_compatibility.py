@@ -262,6 +262,8 @@ def test_a_finite_check_that_stays_on_is_told(keys, cause):
         warnings.simplefilter("always")
         check_deepspeed_config(parse(megatrain={"finite_check": False}, **keys))
     told = [str(warning.message) for warning in caught if "finite_check" in str(warning.message)]
+    if not keys and parse().gradient_clipping == 0.0:
+        pytest.skip("this DeepSpeed does not clip where the key is left out")
     assert len(told) == (cause is not None)
     if cause is not None:
         assert re.search(cause, told[0])

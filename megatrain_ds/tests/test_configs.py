@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatrain_ds.cli.single_process import free_port
 from megatrain_ds.config import ENGINE_KEY, ENGINE_NAME, MegaTrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,7 +82,7 @@ def test_accelerate_launches_with_it(path: Path, tmp_path: Path) -> None:
         "--config_file",
         str(path),
         "--main_process_port",
-        "0",
+        str(free_port()),
     ]
     ended = subprocess.run(
         [*command, str(script)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240

@@ -23,6 +23,7 @@ from megatrain_ds.tests.engine.models import (
     state,
     train,
 )
+from megatrain_ds.tests.releases import COLLECTABLE_ENGINES
 
 THREADS = ["megatrain-d2h", "megatrain-h2d", "megatrain-host"]
 
@@ -132,6 +133,7 @@ def test_destroy_ends_the_threads_and_gives_the_model_back(start):
         _ = engine.runtime
 
 
+@COLLECTABLE_ENGINES
 @pytest.mark.parametrize("steps", [0, 2])
 def test_threads_end_when_the_engine_is_collected_without_destroy(steps):
     engine, model = make_engine(model := make_model()), model

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatrain_ds.tests.programs import read_result, run_program
+from megatrain_ds.tests.releases import INITIALIZED_IN_ZERO_INIT
 
 OURS = {"train_batch_size": 1, "zero_optimization": {"stage": 3}, "offload_engine": "megatrain"}
 
@@ -83,7 +84,9 @@ def test_transformers_loads_full_weights_of_the_same_bits(checkpoints, installed
     assert not any(ours["partitioned"])
     assert all(ours["full"])
     assert all(stock["partitioned"])
-    assert ours["weights"] == stock["weights"]
+    compared = [name for name in stock["weights"] if INITIALIZED_IN_ZERO_INIT or not name.endswith("fresh")]
+    assert len(compared) >= 18
+    assert {name: ours["weights"][name] for name in compared} == {name: stock["weights"][name] for name in compared}
     rotary = [name for name in ours["weights"]["bf16 None"] if name.endswith("inv_freq")]
     assert [ours["weights"]["bf16 None"][name][0] for name in rotary] == ["torch.bfloat16"] * 2
 
